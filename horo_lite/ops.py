@@ -151,8 +151,9 @@ def allreduce(
             rank; further calls are possible.
         PeerLostError: A rank died, left or failed. The group can no longer be used.
         TypeError: It is an array of Python objects: convert it, or use allgather_object.
-        ValueError: There is no such reduction of this dtype (the average of bool, bool with
-            factors, Min of complex numbers), or every rank's weight is 0; raised on every rank.
+        ValueError: There is no such reduction of this dtype (bool has no average and takes no
+            factors; complex numbers have only Sum and Average; bytes, dates and float8 none), or
+            every rank's weight is 0; raised on every rank.
     """
     (result,) = _reduced(
         AllReduce(name, op, compression, prescale_factor, postscale_factor), [x], group, weight
@@ -172,36 +173,12 @@ def allreduce_(
     weight: float | None = None,
     group: Group | None = None,
 ) -> Array:
-    """Reduce an array over all ranks in place.
-
-    Every rank calls it, in the same order as its other direct calls. See `allreduce`.
-
-    Args:
-        x: A writable array, of the same shape and dtype on every rank. It is changed in
-            place.
-        op: How the ranks' values are combined: `Average`, `Sum`, `Min`, `Max` or `Product`.
-            Averages of integers are truncated towards zero.
-        name: The operation's name in messages and the timeline; the same on every rank.
-        compression: The wire format: `Compression.none`, `.fp16` or `.bf16`; narrows only
-            float32 and float64.
-        prescale_factor: Multiplies this rank's contribution, in float32 (float64 for
-            float64).
-        postscale_factor: Multiplies the result before it is rounded to the dtype of the
-            array.
-        weight: This rank's number of samples, given on every rank or on none, with op
-            Average only: the result is then the average over all samples.
-        group: The ranks that take part; by default all.
-
-    Returns:
-        `x` itself.
+    """Reduce an array over all ranks in place: `allreduce` into `x`, which it returns.
 
     Raises:
-        MismatchError: The ranks differ in shapes, dtypes, names or options; raised on every
-            rank; further calls are possible.
-        PeerLostError: A rank died, left or failed. The group can no longer be used.
-        TypeError: `x` is a number or a list: use the call without the underscore.
+        TypeError: `x` is a number or a list: use `allreduce`.
         ValueError: The memory is read-only or shares elements: pass a writable copy, or use
-            the call without the underscore.
+            `allreduce`.
     """
     _reduce_in_place(
         AllReduce(name, op, compression, prescale_factor, postscale_factor), [x], group, weight
@@ -222,36 +199,10 @@ def grouped_allreduce(
     weight: float | None = None,
     group: Group | None = None,
 ) -> list[Array]:
-    """Reduce several arrays over all ranks, in one operation, into new ones.
+    """Reduce several arrays over all ranks, in one operation; return new arrays in a list.
 
-    Every rank calls it, in the same order as its other direct calls. See `allreduce`.
-
-    Args:
-        xs: Arrays; their number, shapes and dtypes are the same on every rank.
-        op: How the ranks' values are combined: `Average`, `Sum`, `Min`, `Max` or `Product`.
-            Averages of integers are truncated towards zero.
-        name: The operation's name in messages and the timeline; the same on every rank.
-        compression: The wire format: `Compression.none`, `.fp16` or `.bf16`; narrows only
-            float32 and float64.
-        prescale_factor: Multiplies this rank's contribution, in float32 (float64 for
-            float64).
-        postscale_factor: Multiplies the result before it is rounded to the dtype of the
-            array.
-        names: Names of the arrays for messages; the same on every rank.
-        weight: This rank's number of samples, given on every rank or on none, with op
-            Average only: the result is then the average over all samples.
-        group: The ranks that take part; by default all.
-
-    Returns:
-        New arrays of the kinds of `xs`.
-
-    Raises:
-        MismatchError: The ranks differ in shapes, dtypes, names or options; raised on every
-            rank; further calls are possible.
-        PeerLostError: A rank died, left or failed. The group can no longer be used.
-        TypeError: It is an array of Python objects: convert it, or use allgather_object.
-        ValueError: The dtype has no such reduction (bool has no average, complex numbers have only
-            Sum and Average, and bytes, dates and float8 none): convert it.
+    As `allreduce` of each of `xs`, whose number, shapes and dtypes are the same on every rank.
+    `names` are the arrays' names in messages, the same on every rank.
     """
     return _reduced(
         AllReduce(name, op, compression, prescale_factor, postscale_factor, names),
@@ -273,36 +224,14 @@ def grouped_allreduce_(
     weight: float | None = None,
     group: Group | None = None,
 ) -> list[Array]:
-    """Reduce several arrays over all ranks, in one operation, in place.
+    """Reduce several arrays over all ranks, in one operation, in place; return `xs` as a list.
 
-    Every rank calls it, in the same order as its other direct calls. See `allreduce`.
-
-    Args:
-        xs: Writable arrays; their number, shapes and dtypes are the same on every rank, and
-            no two share memory. They are changed in place.
-        op: How the ranks' values are combined: `Average`, `Sum`, `Min`, `Max` or `Product`.
-            Averages of integers are truncated towards zero.
-        name: The operation's name in messages and the timeline; the same on every rank.
-        compression: The wire format: `Compression.none`, `.fp16` or `.bf16`; narrows only
-            float32 and float64.
-        prescale_factor: Multiplies this rank's contribution, in float32 (float64 for
-            float64).
-        postscale_factor: Multiplies the result before it is rounded to the dtype of the
-            array.
-        weight: This rank's number of samples, given on every rank or on none, with op
-            Average only: the result is then the average over all samples.
-        group: The ranks that take part; by default all.
-
-    Returns:
-        `xs` themselves, as a list.
+    As `allreduce_` of each of `xs`, whose number, shapes and dtypes are the same on every rank.
 
     Raises:
-        MismatchError: The ranks differ in shapes, dtypes, names or options; raised on every
-            rank; further calls are possible.
-        PeerLostError: A rank died, left or failed. The group can no longer be used.
-        TypeError: One of them is a number or a list: use grouped_allreduce.
+        TypeError: One of them is a number or a list: use `grouped_allreduce`.
         ValueError: Two of them share memory, which would be reduced twice, or one is
-            read-only: pass each array once, or use grouped_allreduce.
+            read-only: pass each array once, or use `grouped_allreduce`.
     """
     xs = arguments.several(xs)
     _reduce_in_place(
@@ -323,36 +252,15 @@ def allreduce_async(
     weight: float | None = None,
     group: Group | None = None,
 ) -> Handle:
-    """Begin `allreduce`.
+    """Begin `allreduce`, and return at once a handle for `synchronize` and `poll`.
 
-    Return at once. Every rank submits it, in any order, and synchronizes it; synchronize()
-    raises the errors of the direct call.
-
-    Args:
-        x: An array (NumPy, DLPack or buffer protocol) or a number, of the same shape and
-            dtype on every rank. Numbers are reduced as float64. It is copied, and may be
-            changed at once.
-        op: How the ranks' values are combined: `Average`, `Sum`, `Min`, `Max` or `Product`.
-            Averages of integers are truncated towards zero.
-        name: The name by which the operation is matched; the same on every rank. By default
-            it is matched by its number among this rank's unnamed operations.
-        compression: The wire format: `Compression.none`, `.fp16` or `.bf16`; narrows only
-            float32 and float64.
-        prescale_factor: Multiplies this rank's contribution, in float32 (float64 for
-            float64).
-        postscale_factor: Multiplies the result before it is rounded to the dtype of the
-            array.
-        weight: This rank's number of samples, given on every rank or on none, with op
-            Average only: the result is then the average over all samples.
-        group: The ranks that take part; by default all.
-
-    Returns:
-        A handle for `synchronize` and `poll`. The result is a new array.
+    Every rank submits the operation, in any order, and synchronizes it, which returns the result or
+    raises the errors of the direct call. It is matched among the ranks by `name`, by default by its
+    number among this rank's unnamed operations. `x` is copied, and may be changed at once.
 
     Raises:
         TypeError: It is an array of Python objects: convert it, or use allgather_object.
-        ValueError: The dtype has no such reduction (bool has no average, complex numbers have only
-            Sum and Average, and bytes, dates and float8 none): convert it.
+        ValueError: There is no such reduction of this dtype: see `allreduce`.
     """
     return _begin_reduced(
         AllReduce(name, op, compression, prescale_factor, postscale_factor),
@@ -375,35 +283,10 @@ def allreduce_async_(
     weight: float | None = None,
     group: Group | None = None,
 ) -> Handle:
-    """Begin `allreduce_`.
+    """Begin `allreduce_`, as `allreduce_async` begins `allreduce`.
 
-    Return at once. Every rank submits it, in any order, and synchronizes it; synchronize()
-    raises the errors of the direct call.
-
-    Args:
-        x: A writable array, of the same shape and dtype on every rank. It is changed in
-            place. Do not use it until it is synchronized.
-        op: How the ranks' values are combined: `Average`, `Sum`, `Min`, `Max` or `Product`.
-            Averages of integers are truncated towards zero.
-        name: The name by which the operation is matched; the same on every rank. By default
-            it is matched by its number among this rank's unnamed operations.
-        compression: The wire format: `Compression.none`, `.fp16` or `.bf16`; narrows only
-            float32 and float64.
-        prescale_factor: Multiplies this rank's contribution, in float32 (float64 for
-            float64).
-        postscale_factor: Multiplies the result before it is rounded to the dtype of the
-            array.
-        weight: This rank's number of samples, given on every rank or on none, with op
-            Average only: the result is then the average over all samples.
-        group: The ranks that take part; by default all.
-
-    Returns:
-        A handle for `synchronize` and `poll`. The result is `x`.
-
-    Raises:
-        TypeError: `x` is a number or a list: use the call without the underscore.
-        ValueError: The memory is read-only or shares elements: pass a writable copy, or use
-            the call without the underscore.
+    Do not use `x` until it is synchronized, which returns it. Raises the errors of `allreduce_`
+    that concern this rank's `x`.
     """
     return _begin_in_place(
         AllReduce(name, op, compression, prescale_factor, postscale_factor),
@@ -427,36 +310,9 @@ def grouped_allreduce_async(
     weight: float | None = None,
     group: Group | None = None,
 ) -> Handle:
-    """Begin `grouped_allreduce`.
+    """Begin `grouped_allreduce`, as `allreduce_async` begins `allreduce`.
 
-    Return at once. Every rank submits it, in any order, and synchronizes it; synchronize()
-    raises the errors of the direct call.
-
-    Args:
-        xs: Arrays; their number, shapes and dtypes are the same on every rank. They are
-            copied.
-        op: How the ranks' values are combined: `Average`, `Sum`, `Min`, `Max` or `Product`.
-            Averages of integers are truncated towards zero.
-        name: The name by which the operation is matched; the same on every rank. By default
-            it is matched by its number among this rank's unnamed operations.
-        compression: The wire format: `Compression.none`, `.fp16` or `.bf16`; narrows only
-            float32 and float64.
-        prescale_factor: Multiplies this rank's contribution, in float32 (float64 for
-            float64).
-        postscale_factor: Multiplies the result before it is rounded to the dtype of the
-            array.
-        names: Names of the arrays for messages; the same on every rank.
-        weight: This rank's number of samples, given on every rank or on none, with op
-            Average only: the result is then the average over all samples.
-        group: The ranks that take part; by default all.
-
-    Returns:
-        A handle for `synchronize` and `poll`. The result is a list of new arrays.
-
-    Raises:
-        TypeError: It is an array of Python objects: convert it, or use allgather_object.
-        ValueError: The dtype has no such reduction (bool has no average, complex numbers have only
-            Sum and Average, and bytes, dates and float8 none): convert it.
+    The arrays are copied.
     """
     return _begin_reduced(
         AllReduce(name, op, compression, prescale_factor, postscale_factor, names),
@@ -480,36 +336,11 @@ def grouped_allreduce_async_(
     weight: float | None = None,
     group: Group | None = None,
 ) -> Handle:
-    """Begin `grouped_allreduce_`.
+    """Begin `grouped_allreduce_`, as `allreduce_async` begins `allreduce`.
 
-    Return at once. Every rank submits it, in any order, and synchronizes it; synchronize()
-    raises the errors of the direct call.
-
-    Args:
-        xs: Writable arrays; their number, shapes and dtypes are the same on every rank, and
-            no two share memory. They are changed in place. Do not use them until the
-            handle is synchronized.
-        op: How the ranks' values are combined: `Average`, `Sum`, `Min`, `Max` or `Product`.
-            Averages of integers are truncated towards zero.
-        name: The name by which the operation is matched; the same on every rank. By default
-            it is matched by its number among this rank's unnamed operations.
-        compression: The wire format: `Compression.none`, `.fp16` or `.bf16`; narrows only
-            float32 and float64.
-        prescale_factor: Multiplies this rank's contribution, in float32 (float64 for
-            float64).
-        postscale_factor: Multiplies the result before it is rounded to the dtype of the
-            array.
-        names: Names of the arrays for messages; the same on every rank.
-        weight: This rank's number of samples, given on every rank or on none, with op
-            Average only: the result is then the average over all samples.
-        group: The ranks that take part; by default all.
-
-    Returns:
-        A handle for `synchronize` and `poll`. The result is `xs` as a list.
-
-    Raises:
-        TypeError: One of them is a number or a list: use grouped_allreduce_async.
-        ValueError: Two of them share memory, or one is read-only.
+    Do not use the arrays until they are synchronized, which returns them in a list. `names` are
+    their names in messages, the same on every rank. Raises the errors of `grouped_allreduce_` that
+    concern this rank's arrays.
     """
     xs = arguments.several(xs)
     return _begin_in_place(
@@ -581,32 +412,7 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
     group: Group | None = None,
 ) -> Handle:
-    """Begin `reducescatter`.
-
-    Return at once. Every rank submits it, in any order, and synchronizes it; synchronize()
-    raises the errors of the direct call.
-
-    Args:
-        x: An array of at least one dimension, of the same shape and dtype on every rank. It
-            is copied, and may be changed at once.
-        op: How the ranks' values are combined: `Average`, `Sum`, `Min`, `Max` or `Product`.
-            Averages of integers are truncated towards zero.
-        name: The name by which the operation is matched; the same on every rank. By default
-            it is matched by its number among this rank's unnamed operations.
-        compression: The wire format: `Compression.none`, `.fp16` or `.bf16`; narrows only
-            float32 and float64.
-        prescale_factor: Multiplies this rank's contribution, in float32 (float64 for
-            float64).
-        postscale_factor: Multiplies the result before it is rounded to the dtype of the
-            array.
-        group: The ranks that take part; by default all.
-
-    Returns:
-        A handle for `synchronize` and `poll`. The result is this rank's rows.
-
-    Raises:
-        ValueError: `x` has no dimension to be divided.
-    """
+    """Begin `reducescatter`, as `allreduce_async` begins `allreduce`. `x` is copied."""
     ranks = ranks_of(group)
     call = ReduceScatter(name, op, compression, prescale_factor, postscale_factor)
     rows = ranks.part_of(copy := copy_of(x))
@@ -640,20 +446,9 @@ def allgather(x: Array, *, name: str | None = None, group: Group | None = None) 
 
 
 def allgather_async(x: Array, *, name: str | None = None, group: Group | None = None) -> Handle:
-    """Begin `allgather`.
+    """Begin `allgather`, as `allreduce_async` begins `allreduce`.
 
-    Return at once. Every rank submits it, in any order, and synchronizes it; synchronize()
-    raises the errors of the direct call.
-
-    Args:
-        x: An array; only its first dimension may differ between ranks. Do not use it until
-            it is synchronized.
-        name: The name by which the operation is matched; the same on every rank. By default
-            it is matched by its number among this rank's unnamed operations.
-        group: The ranks that take part; by default all.
-
-    Returns:
-        A handle for `synchronize` and `poll`. The result is all rows, in rank order.
+    Do not change `x` until it is synchronized.
     """
     ranks, call = ranks_of(group), AllGather(name)
     rows = ranks.rows(x, asynchronous=True)
@@ -692,27 +487,12 @@ def broadcast(
 def broadcast_(
     x: Array, root_rank: int = 0, *, name: str | None = None, group: Group | None = None
 ) -> Array:
-    """Copy one rank's array to all ranks in place.
-
-    Every rank calls it, in the same order as its other direct calls.
-
-    Args:
-        x: A writable array, of the same shape and dtype on every rank. It is changed in
-            place.
-        root_rank: The rank whose values all receive, 0 to size - 1.
-        name: The operation's name in messages and the timeline; the same on every rank.
-        group: The ranks that take part; by default all.
-
-    Returns:
-        `x` itself.
+    """Copy one rank's array to all ranks in place: `broadcast` into `x`, which it returns.
 
     Raises:
-        MismatchError: The ranks differ in shapes, dtypes, names or options; raised on every
-            rank; further calls are possible.
-        PeerLostError: A rank died, left or failed. The group can no longer be used.
-        TypeError: `x` is a number or a list: use the call without the underscore.
+        TypeError: `x` is a number or a list: use `broadcast`.
         ValueError: The memory is read-only or shares elements: pass a writable copy, or use
-            the call without the underscore.
+            `broadcast`.
     """
     ranks = ranks_of(group)
     ranks.run(Broadcast(name, _root(root_rank, ranks)), Part(ranks.memory([x])))
@@ -723,22 +503,7 @@ def broadcast_(
 def broadcast_async(
     x: Array, root_rank: int = 0, *, name: str | None = None, group: Group | None = None
 ) -> Handle:
-    """Begin `broadcast`.
-
-    Return at once. Every rank submits it, in any order, and synchronizes it; synchronize()
-    raises the errors of the direct call.
-
-    Args:
-        x: An array of the same shape and dtype on every rank, or a number. It is copied, and
-            may be changed at once.
-        root_rank: The rank whose values all receive, 0 to size - 1.
-        name: The name by which the operation is matched; the same on every rank. By default
-            it is matched by its number among this rank's unnamed operations.
-        group: The ranks that take part; by default all.
-
-    Returns:
-        A handle for `synchronize` and `poll`. The result is a new array.
-    """
+    """Begin `broadcast`, as `allreduce_async` begins `allreduce`. `x` is copied."""
     ranks = ranks_of(group)
     call = Broadcast(name, _root(root_rank, ranks))
     memory = ranks.memory([copy := copy_of(array_of(x))], fresh=True, asynchronous=True)
@@ -748,26 +513,10 @@ def broadcast_async(
 def broadcast_async_(
     x: Array, root_rank: int = 0, *, name: str | None = None, group: Group | None = None
 ) -> Handle:
-    """Begin `broadcast_`.
+    """Begin `broadcast_`, as `allreduce_async` begins `allreduce`.
 
-    Return at once. Every rank submits it, in any order, and synchronizes it; synchronize()
-    raises the errors of the direct call.
-
-    Args:
-        x: A writable array, of the same shape and dtype on every rank. It is changed in
-            place. Do not use it until it is synchronized.
-        root_rank: The rank whose values all receive, 0 to size - 1.
-        name: The name by which the operation is matched; the same on every rank. By default
-            it is matched by its number among this rank's unnamed operations.
-        group: The ranks that take part; by default all.
-
-    Returns:
-        A handle for `synchronize` and `poll`. The result is `x`.
-
-    Raises:
-        TypeError: `x` is a number or a list: use the call without the underscore.
-        ValueError: The memory is read-only or shares elements: pass a writable copy, or use
-            the call without the underscore.
+    Do not use `x` until it is synchronized, which returns it. Raises the errors of `broadcast_`
+    that concern this rank's `x`.
     """
     ranks = ranks_of(group)
     call = Broadcast(name, _root(root_rank, ranks))
@@ -782,27 +531,11 @@ def grouped_broadcast_(
     names: Sequence[str] = (),
     group: Group | None = None,
 ) -> list[Array]:
-    """Copy several arrays of one rank to all ranks, in one operation, in place.
+    """Copy several arrays of one rank to all ranks, in one operation, in place; return a list.
 
-    Every rank calls it, in the same order as its other direct calls.
-
-    Args:
-        xs: Writable arrays; their number, shapes and dtypes are the same on every rank. Some may
-            share memory (tied weights), if they do so in the same way on all ranks.
-        root_rank: The rank whose values all receive, 0 to size - 1.
-        names: Names of the arrays for messages; the same on every rank.
-        group: The ranks that take part; by default all.
-
-    Returns:
-        The arrays that were passed, in a list.
-
-    Raises:
-        MismatchError: The ranks differ in shapes, dtypes, names or options; raised on every
-            rank; further calls are possible.
-        PeerLostError: A rank died, left or failed. The group can no longer be used.
-        TypeError: An item is a number or a list: use the call without the underscore.
-        ValueError: Memory is read-only: pass a writable copy, or use the call without the
-            underscore.
+    As `broadcast_` of each of `xs`, whose number, shapes and dtypes are the same on every rank.
+    Some may share memory (tied weights), if they do so in the same way on all ranks. `names` are
+    the arrays' names in messages, the same on every rank.
     """
     xs, ranks = arguments.several(xs), ranks_of(group)
     call = Broadcast(None, _root(root_rank, ranks), names)
@@ -818,23 +551,10 @@ def grouped_broadcast(
     names: Sequence[str] = (),
     group: Group | None = None,
 ) -> list[Array]:
-    """Copy several arrays of one rank to all ranks, in one operation, into new ones.
+    """Copy several arrays of one rank to all ranks, in one operation; return new arrays in a list.
 
-    Every rank calls it, in the same order as its other direct calls.
-
-    Args:
-        xs: Arrays; their number, shapes and dtypes are the same on every rank.
-        root_rank: The rank whose values all receive, 0 to size - 1.
-        names: Names of the arrays for messages; the same on every rank.
-        group: The ranks that take part; by default all.
-
-    Returns:
-        New arrays, like `xs`.
-
-    Raises:
-        MismatchError: The ranks differ in shapes, dtypes, names or options; raised on every
-            rank; further calls are possible.
-        PeerLostError: A rank died, left or failed. The group can no longer be used.
+    As `broadcast` of each of `xs`, whose number, shapes and dtypes are the same on every rank.
+    `names` are the arrays' names in messages, the same on every rank.
     """
     xs, ranks = arguments.several(xs), ranks_of(group)
     call = Broadcast(None, _root(root_rank, ranks), names)
@@ -887,22 +607,9 @@ def alltoall_async(
     name: str | None = None,
     group: Group | None = None,
 ) -> Handle:
-    """Begin `alltoall`.
+    """Begin `alltoall`, as `allreduce_async` begins `allreduce`.
 
-    Return at once. Every rank submits it, in any order, and synchronizes it; synchronize()
-    raises the errors of the direct call.
-
-    Args:
-        x: An array whose dtype and shape, except the first dimension, are the same on every
-            rank. Do not use it until it is synchronized.
-        splits: How many rows of `x`, in order, go to each rank: `size` numbers that add up
-            to `len(x)`. By default each gets the same number.
-        name: The name by which the operation is matched; the same on every rank. By default
-            it is matched by its number among this rank's unnamed operations.
-        group: The ranks that take part; by default all.
-
-    Returns:
-        A handle for `synchronize` and `poll`. The result is that of `alltoall`.
+    Do not change `x` until it is synchronized.
 
     Raises:
         ValueError: `splits` does not fit `x`.
