@@ -12,6 +12,7 @@ Each rank is a separate process; nothing here needs `mx.distributed`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from mlx.optimizers import Optimizer
@@ -19,6 +20,7 @@ from mlx.optimizers import Optimizer
 # ruff: noqa: F403
 from horo_lite import *
 from horo_lite import Average, Compression, Compressor, Group, Op, average_gradients
+from horo_lite.state.wrapper import Sharing, sharing
 from horo_lite.training.options import Options
 
 
@@ -40,33 +42,35 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     average is then the mean over all samples, however uneven the batches. The gradients that are
     passed are not changed. See `average_gradients` for options and errors.
     """
-    kind: Any = type(optimizer)
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"{optimizer!r} is not an optimizer of mlx.optimizers")
-    if hasattr(kind, "averages_gradients"):
+    if isinstance(optimizer, Averaging):
         raise TypeError("this optimizer is already a DistributedOptimizer: wrap it only once")
     options = Options(op=op, compression=compression, group=group)
 
-    class Distributed(kind):  # type: ignore[misc]
-        averages_gradients = True
+    def average(gradients: Any, weight: float | None) -> Any:
+        return average_gradients(
+            gradients,
+            op=options.op,
+            compression=options.compression,
+            weight=weight,
+            name=name,
+            group=options.group,
+        )
 
-        def update(self, model: Any, gradients: Any, *, weight: float | None = None) -> None:
-            model.update(self.apply_gradients(gradients, model, weight=weight))
+    return sharing(optimizer, Averaging, _average=average)
 
-        def apply_gradients(
-            self, gradients: Any, parameters: Any, *, weight: float | None = None
-        ) -> Any:
-            averages = average_gradients(
-                gradients,
-                op=options.op,
-                compression=options.compression,
-                weight=weight,
-                name=name,
-                group=options.group,
-            )
-            return super().apply_gradients(averages, parameters)
 
-    Distributed.__name__ = kind.__name__
-    wrapped = object.__new__(Distributed)
-    wrapped.__dict__ = optimizer.__dict__
-    return wrapped
+class Averaging(Sharing):
+    """Base class of a wrapped optimizer, in addition to its own class."""
+
+    _average: Callable[[Any, float | None], Any]
+
+    def update(self, model: Any, gradients: Any, *, weight: float | None = None) -> None:
+        model.update(self.apply_gradients(gradients, model, weight=weight))
+
+    def apply_gradients(
+        self, gradients: Any, parameters: Any, *, weight: float | None = None
+    ) -> Any:
+        averages = self._average(gradients, weight)
+        return super().apply_gradients(averages, parameters)  # type: ignore[misc]

@@ -14,6 +14,7 @@ from typing import Any
 from horo_lite.context import is_initialized, size
 from horo_lite.errors import warn
 from horo_lite.horovod.gradients import Exchange
+from horo_lite.state.wrapper import Sharing
 
 is_keras2 = (
     os.environ.get("TF_USE_LEGACY_KERAS", "") in ("1", "true", "True") or "tf_keras" in sys.modules
@@ -21,10 +22,24 @@ is_keras2 = (
 keras: Any = import_module("tf_keras" if is_keras2 else "keras")
 
 
-class Averaging:
+class Averaging(Sharing):
     """Base class of all wrapped optimizers, in addition to their own class."""
 
     _exchange: Exchange
+
+    @classmethod
+    def attributes(cls, base: Any) -> dict[str, Any]:
+        def from_config(kind: Any, /, config: dict[str, Any], **options: Any) -> Any:
+            face = import_module("horo_lite.keras")
+            return face.DistributedOptimizer(base.from_config(config, **options))
+
+        return {
+            "__module__": cls.__module__,
+            "__qualname__": f"Distributed{base.__name__}",
+            # To others, above all Keras when it saves a model, it has the optimizer's own class.
+            "__class__": property(lambda self: base),
+            "from_config": classmethod(from_config),
+        }
 
     def register_local_var(self, var: Any) -> None:
         """Do not exchange the gradient of this variable; call it before the first step.

@@ -6,18 +6,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cache
 from typing import Any
 
 import tensorflow as tf
 
 from horo_lite.horovod.gradients import Exchange
 from horo_lite.keras.base import Averaging, name_of
+from horo_lite.state.wrapper import sharing
 
 
-def wrapped(
-    optimizer: Any, exchange: Exchange, passes: int, average_passes: bool, rewrap: Any
-) -> Any:
+def wrapped(optimizer: Any, exchange: Exchange, passes: int, average_passes: bool) -> Any:
     """Return an optimizer of the same class and state whose gradients are exchanged.
 
     Args:
@@ -25,21 +23,18 @@ def wrapped(
         exchange: The object that exchanges the gradients.
         passes: How many passes are added up before an exchange.
         average_passes: Whether the sum is divided by their number.
-        rewrap: Makes an optimizer that was created from a configuration distributed.
     """
     if passes > 1 and hasattr(optimizer, "inner_optimizer"):
         raise ValueError("backward_passes_per_step cannot be combined with a LossScaleOptimizer")
-    kind: Any = type(optimizer)
-    result = object.__new__(_class_of(kind, rewrap))
-    object.__setattr__(result, "__dict__", vars(optimizer))  # both objects share one state
-    vars(result).update(
+    return sharing(
+        optimizer,
+        AveragingOptimizer,
         _exchange=exchange,
         _passes=passes,
         _share=1 / passes if average_passes else 1.0,
         _sums={},
         _n_passes=None,
     )
-    return result
 
 
 _APPLY_ONLY = {"experimental_aggregate_gradients": False}  # both families understand it
@@ -113,17 +108,3 @@ class AveragingOptimizer(Averaging):
         # Horovod counts passes as iterations, too, which learning rate schedules rely on.
         tf.cond(n_passes % self._passes == 0, step, lambda: tf.identity(iterations.assign_add(1)))
         return iterations
-
-
-@cache
-def _class_of(base: type, rewrap: Any) -> Any:
-    def from_config(cls: Any, /, config: dict[str, Any], **options: Any) -> Any:
-        return rewrap(base.from_config(config, **options))  # type: ignore[attr-defined]
-
-    names = {
-        "__module__": __name__,
-        # To others, above all tf_keras when it saves a model, it has the optimizer's own class.
-        "__class__": property(lambda self: base),
-        "from_config": classmethod(from_config),
-    }
-    return type(f"Distributed{base.__name__}", (AveragingOptimizer, base), names)

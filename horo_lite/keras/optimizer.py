@@ -6,7 +6,6 @@ The one for tf_keras is in keras2.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -17,6 +16,7 @@ from horo_lite.horovod.gradients import Exchange, options_of, scaled
 from horo_lite.horovod.process_sets import Set, global_process_set
 from horo_lite.horovod.reductions import AnyOp
 from horo_lite.keras.base import Averaging, is_of_keras2, keras, name_of
+from horo_lite.state.wrapper import sharing
 from horo_lite.training.options import Options, checked_passes
 from horo_lite.training.transform import Transform
 
@@ -117,22 +117,19 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     )
     if is_keras2:
         keras2 = import_module("horo_lite.keras.keras2")
-        return keras2.wrapped(
-            optimizer, exchange, passes, average_aggregated_gradients, DistributedOptimizer
-        )
+        return keras2.wrapped(optimizer, exchange, passes, average_aggregated_gradients)
     if passes > 1:
         _check_can_accumulate(optimizer, passes)
-    kind: Any = type(optimizer)
-    wrapped = object.__new__(_class_of(kind))
-    # Both objects share one state. Set in this way, since Keras would inspect the attribute.
-    object.__setattr__(wrapped, "__dict__", vars(optimizer))
-    sum_of = 1 if average_aggregated_gradients else passes
-    vars(wrapped).update(
-        _exchange=exchange, _is_averaged=False, _passes=passes, _sum_of=sum_of, _accumulated=None
-    )
-    if passes > 1:
         vars(optimizer)["gradient_accumulation_steps"] = passes
-    return wrapped
+    return sharing(
+        optimizer,
+        AveragingOptimizer,
+        _exchange=exchange,
+        _is_averaged=False,
+        _passes=passes,
+        _sum_of=1 if average_aggregated_gradients else passes,
+        _accumulated=None,
+    )
 
 
 def _check_can_accumulate(optimizer: Any, passes: int) -> None:
@@ -363,20 +360,6 @@ class AveragingOptimizer(Averaging):
         if name == "loss_scale_factor" and value is None:  # set by a LossScaleOptimizer around it
             raise TypeError(_LOSS_SCALE)
         super().__setattr__(name, value)
-
-
-@cache
-def _class_of(base: type) -> Any:
-    def from_config(cls: Any, /, config: dict[str, Any], **options: Any) -> Any:
-        return DistributedOptimizer(base.from_config(config, **options))  # type: ignore[attr-defined]
-
-    names = {
-        "__module__": __name__,
-        # To others, above all Keras when it saves a model, it has the optimizer's own class.
-        "__class__": property(lambda self: base),
-        "from_config": classmethod(from_config),
-    }
-    return type(f"Distributed{base.__name__}", (AveragingOptimizer, base), names)
 
 
 def _transform(options: Options, as_dense: bool, is_keras2: bool) -> Transform:

@@ -1,7 +1,13 @@
-"""Wrappers of optimizers, and how functions on a model's state see through them."""
+"""The two ways of wrapping an optimizer, and how functions on a model's state see through one.
+
+A `Sharing` wrapper is of a class derived from the optimizer's, and shares its `__dict__`: for
+frameworks that require an object of their class, and whose optimizers are written in Python. A
+`Wrapper` is a proxy: for all others.
+"""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, Protocol
 
 from horo_lite.adapters import adapter_of
@@ -37,3 +43,33 @@ def unwrapped(owner: Any) -> tuple[Any, Named]:
     """Return an optimizer or module without its wrapper, and its named parameters."""
     own = wrapped(owner)
     return (own.inner, own.named()) if own else (owner, adapter_of(owner).parameters(owner))
+
+
+class Sharing:
+    """Base of the wrappers that share their optimizer's state.
+
+    No slots: wrappers such as Lightning's change their class to one that is derived from this.
+    """
+
+    @classmethod
+    def attributes(cls, base: Any) -> dict[str, Any]:
+        """Return further attributes of the class that is derived from this one and `base`."""
+        return {}
+
+
+def sharing(optimizer: Any, mixin: type[Sharing], **own: Any) -> Any:
+    """Return an optimizer that shares the state of `optimizer`, with the methods of `mixin`.
+
+    `own` is what the mixin's methods need; it is added to the state.
+    """
+    wrapped = object.__new__(_derived(mixin, type(optimizer)))
+    # Set in this way, since Keras would inspect the attribute.
+    object.__setattr__(wrapped, "__dict__", vars(optimizer))
+    vars(wrapped).update(own)
+    return wrapped
+
+
+@cache
+def _derived(mixin: type[Sharing], base: Any) -> Any:
+    attributes = {"__module__": base.__module__, "__doc__": base.__doc__, **mixin.attributes(base)}
+    return type(base.__name__, (mixin, base), attributes)

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache, wraps
+from functools import wraps
 from types import MethodType
 from typing import Any
 
@@ -18,6 +18,7 @@ from horo_lite.collectives.group import Group
 from horo_lite.collectives.reductions import Average, Op
 from horo_lite.horovod.process_sets import Set, global_process_set, ranks_given
 from horo_lite.horovod.reductions import AdasumOp, named_op
+from horo_lite.state.wrapper import Sharing, sharing
 from horo_lite.torch.exchange import WEIGHT_COMES_FIRST, GradientExchange, nobody
 from horo_lite.torch.local_steps import LocalSteps
 from horo_lite.torch.options import TorchOptions
@@ -184,10 +185,7 @@ def _wrapped(
     named = None if named_parameters is None else list(named_parameters)
     kind = LocalSteps if options.combines_steps else GradientExchange
     exchange = kind(optimizer, named, options)
-    base: Any = type(optimizer)
-    wrapped = object.__new__(_class_of(base))
-    wrapped.__dict__ = optimizer.__dict__  # both objects share one state
-    wrapped._exchange = exchange
+    wrapped = sharing(optimizer, _DistributedOptimizer, _exchange=exchange)
     # The exchange ends with the wrapper, not with the optimizer.
     weakref.finalize(wrapped, wrapped.__dict__.pop, "_exchange", None).atexit = False
     _wrapper_of[optimizer] = weakref.ref(wrapped)
@@ -233,13 +231,14 @@ class _Step:
         return self.step(optimizer, *args, **kwargs)
 
 
-class _DistributedOptimizer:
-    """Base class of a wrapped optimizer, in addition to its own class.
-
-    No slots: wrappers such as Lightning's change their class to one that is derived from this.
-    """
+class _DistributedOptimizer(Sharing):
+    """Base class of a wrapped optimizer, in addition to its own class."""
 
     _exchange: GradientExchange
+
+    @classmethod
+    def attributes(cls, base: Any) -> dict[str, Any]:
+        return {"step": _Step(base), _Scales.NAME: _Scales()}
 
     def set_weight(self, weight: float) -> None:
         """Set this rank's number of samples in the next step, for uneven batches.
@@ -322,14 +321,3 @@ class _Scales:
 
     def __set__(self, optimizer: Any, value: bool) -> None:
         optimizer.__dict__[self.NAME] = value
-
-
-@cache
-def _class_of(base: Any) -> Any:
-    body = {
-        "step": _Step(base),
-        _Scales.NAME: _Scales(),
-        "__module__": base.__module__,
-        "__doc__": base.__doc__,
-    }
-    return type(base.__name__, (_DistributedOptimizer, base), body)
