@@ -14,7 +14,7 @@ from launch import Result, run_ranks, run_threads
 
 HERE = Path(__file__).resolve().parent
 EXAMPLES = HERE.parent.parent / "examples"
-STAND_IN = str(HERE / "needle_stand_in")
+STAND_IN = str(HERE / "stand_ins")
 sys.path.insert(0, STAND_IN)
 
 import needle as ndl  # noqa: E402
@@ -53,7 +53,7 @@ rank, device = hvd.init()
 assert device == ndl.cpu()
 out, uneven, compression = sys.argv[1], sys.argv[2] == "uneven", sys.argv[3]
 images, labels, _, _ = load_digits(None)
-images = images.transpose(0, 3, 1, 2)
+images = images.reshape(len(images), -1)
 
 class Digits(ndl.data.Dataset):
     def __getitem__(self, i):
@@ -61,13 +61,17 @@ class Digits(ndl.data.Dataset):
     def __len__(self):
         return 600
 
+class Turned(ndl.nn.Module):  # the gradient of its weight is a transposed view
+    def __init__(self):
+        super().__init__()
+        self.weight = ndl.nn.Linear(32, 64, device=device).weight
+    def forward(self, x):
+        return x @ ndl.ops.transpose(self.weight, (1, 0))
+
 np.random.seed(rank)
-net = ndl.nn.Sequential(
-    ndl.nn.Conv(1, 4, 3, device=device), ndl.nn.ReLU(), ndl.nn.Flatten(),
-    ndl.nn.Linear(256, 10, device=device),
-)
+net = ndl.nn.Sequential(Turned(), ndl.nn.ReLU(), ndl.nn.Linear(32, 10, device=device))
 hvd.broadcast_parameters(net, root_rank=0)
-opt = ndl.optim.Adam(net.parameters(), lr=0.005, weight_decay=0.01)
+opt = ndl.optim.Adam(net.parameters(), lr=0.01, weight_decay=0.01)
 kept = list(opt.params)
 opt = hvd.DistributedOptimizer(opt, compression=getattr(hvd.Compression, compression))
 loss = ndl.nn.SoftmaxLoss()
@@ -133,9 +137,9 @@ def distance(ours: list[Any], theirs: list[Any]) -> float:
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("shares", ["even", "uneven"])
 def test_training_equals_one_process(trained: Any, size: int, shares: str) -> None:
-    """Float32 added in another order differs by 3e-7 after 20 steps of Adam.
+    """Float32 added in another order differs by 2e-7 after 20 steps of Adam.
 
-    Without the exchange the difference is 0.4, without the weights 0.3.
+    Without the exchange the difference is 0.5, without the weights 0.3.
     """
     assert distance(trained(size, shares), trained(1)) < 1e-5
 
@@ -143,7 +147,7 @@ def test_training_equals_one_process(trained: Any, size: int, shares: str) -> No
 @pytest.mark.shows("fp16")
 def test_training_with_halves_stays_near(trained: Any) -> None:
     halves = trained(2, "even", "fp16")
-    assert 1e-5 < distance(halves, trained(2)) < 5e-3  # 4e-4
+    assert 1e-5 < distance(halves, trained(2)) < 5e-3  # 1e-4
 
 
 def test_the_example() -> None:
@@ -201,16 +205,15 @@ def test_gradients_that_share_memory_in_other_ways(device: Any) -> None:
 @pytest.mark.parametrize("device", DEVICES, ids=repr)
 def test_a_gradient_that_is_not_compact(device: Any) -> None:
     def rank(group: Group) -> None:
-        conv = ndl.nn.Conv(2, 3, 3, device=device)
-        conv.weight.data = gradient(np.ones(conv.weight.shape), device)
-        image = gradient(np.random.default_rng(group.rank).random((1, 2, 5, 5)), device)
-        ndl.ops.summation(conv(image)).backward()
-        assert not conv.weight.grad.cached_data.is_compact()
-        mine = conv.weight.grad.numpy()
-        hvd.DistributedOptimizer(ndl.optim.SGD(conv.parameters()), group=group).synchronize()
+        weight = parameter(np.ones((3, 2)), device)
+        x = gradient(np.random.default_rng(group.rank).random((5, 2)), device)
+        ndl.ops.summation(x @ ndl.ops.transpose(weight, (1, 0))).backward()
+        assert not weight.grad.cached_data.is_compact()
+        mine = weight.grad.numpy()
+        hvd.DistributedOptimizer(ndl.optim.SGD([weight]), group=group).synchronize()
         expected = np.mean(ops.allgather_object(mine, group=group), axis=0)
-        np.testing.assert_allclose(conv.weight.grad.numpy(), expected, rtol=1e-6)
-        assert conv.weight.grad.cached_data.is_compact()
+        np.testing.assert_allclose(weight.grad.numpy(), expected, rtol=1e-6)
+        assert weight.grad.cached_data.is_compact()
         assert np.any(expected != mine)
 
     run_threads(3, rank)
@@ -308,11 +311,12 @@ def test_gradients_computed_after_clipping_are_not_stepped_with_unaveraged() -> 
 def test_broadcast_of_a_model_with_running_means(device: Any) -> None:
     def rank(group: Group) -> Any:
         rng = np.random.default_rng(group.rank)
-        norm = ndl.nn.BatchNorm1d(3, device=device)
+        norm = ndl.nn.Module()
+        norm.weight = parameter(np.ones(3), device)
+        norm.running_mean, norm.running_var = (gradient(rng.random(3), device) for _ in range(2))
         net = ndl.nn.Sequential(ndl.nn.Linear(2, 3, device=device), norm)
         net.heads = {"a": [ndl.nn.Linear(3, 1, device=device)]}
         net.modules[0].weight.data = gradient(rng.random((2, 3)), device)
-        net(gradient(rng.random((5, 2)), device))
         before = net.parameters(), [p.numpy().copy() for p in net.parameters()]
         mean = norm.running_mean.numpy().copy()
         hvd.broadcast_parameters(net, root_rank=1, group=group)

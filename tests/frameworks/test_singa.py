@@ -1,4 +1,4 @@
-"""Training as in SINGA, with a stand-in for SINGA: see singa_stand_in/singa/__init__.py.
+"""Training as in SINGA, with a stand-in for SINGA: see stand_ins/singa/__init__.py.
 
 The same tests run on SINGA itself, by hand: see singa_mended.py.
 """
@@ -19,7 +19,7 @@ import pytest
 from launch import SUPPORT, TESTS, RanksFailedError, run_ranks, run_threads
 
 REAL = os.environ.get("HORO_LITE_TEST_SINGA", "")  # see singa_mended.py
-STAND_IN = Path(__file__).with_name("singa_stand_in")
+STAND_IN = Path(__file__).with_name("stand_ins")
 SINGA = [*filter(None, [REAL]), str(STAND_IN)]
 sys.path[:0] = SINGA
 

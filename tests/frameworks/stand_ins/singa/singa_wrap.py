@@ -59,14 +59,15 @@ class Tensor:
         self._view = np.empty(tuple(shape), _DTYPES[dtype])
         self._block = {"is_initialized": False}
 
-    def _like(self, view: np.ndarray) -> Tensor:
+    def like(self, view: np.ndarray) -> Tensor:
+        """Return a tensor over `view`, otherwise like this one; for the modules here only."""
         new = Tensor(self)
         new._view, new._block = view, {"is_initialized": True}
         return new
 
     @property
     def values(self) -> np.ndarray:
-        """Return the values, for the functions below only."""
+        """Return the values, for the modules here only."""
         if not self._block["is_initialized"]:
             raise Fatal("Must initialize data before reading it")
         return self._view
@@ -97,7 +98,7 @@ class Tensor:
         return self._view.size
 
     def Clone(self) -> Tensor:
-        return self._like(self.values.copy(order="K"))
+        return self.like(self.values.copy(order="K"))
 
     def ToHost(self) -> None:
         self.ToDevice(_host)
@@ -161,65 +162,11 @@ class VecTensor(list):
         super().__init__(Tensor(t) for t in tensors)
 
 
-def _new(values: Any, like: Tensor) -> Tensor:
-    values = np.asarray(values, like.values.dtype)
-    return like._like(values if values.ndim else values.reshape(1))
-
-
-def Mult(a: Tensor, b: Tensor) -> Tensor:
-    return _new(a.values @ b.values, a)
-
-
 def DefaultTranspose(a: Tensor) -> Tensor:
-    return _new(a.values.T, a)
-
-
-def AddRow(row: Tensor, matrix: Tensor) -> None:
-    matrix.values += row.values
-
-
-def Sum(a: Tensor, axis: int) -> Tensor:
-    return _new(a.values.sum(axis), a)
-
-
-def SumAll(a: Tensor) -> Tensor:
-    return _new(a.values.sum(), a)
-
-
-def ReLU(a: Tensor) -> Tensor:
-    return _new(np.maximum(a.values, 0), a)
-
-
-def ReLUBackward(dy: Tensor, x: Tensor) -> Tensor:
-    return _new(dy.values * (x.values > 0), dy)
-
-
-def SoftMax(a: Tensor) -> Tensor:
-    e = np.exp(a.values - a.values.max(1, keepdims=True))
-    return _new(e / e.sum(1, keepdims=True), a)
-
-
-def CrossEntropyFwd(p: Tensor, t: Tensor) -> Tensor:
-    return _new(-np.log(p.values[np.arange(len(p.values)), t.values]), p)
-
-
-def SoftmaxCrossEntropyBwd(p: Tensor, t: Tensor) -> Tensor:
-    return _new(p.values - np.eye(p.shape()[1])[t.values], p)
-
-
-def Add(a: Tensor, b: Tensor) -> Tensor:
-    return _new(a.values + b.values, a)
-
-
-def Clip(a: Tensor, low: float, high: float) -> Tensor:
-    return _new(np.clip(a.values, low, high), a)
+    return a.like(a.values.T)
 
 
 def Axpy(alpha: Any, x: Tensor, y: Tensor) -> None:
     """Add alpha * x to y; to a transposed y in the order of its memory, as in 3.0.0.dev1."""
     more = (alpha.values if isinstance(alpha, Tensor) else np.float32(alpha)) * x.values
     y.in_memory[...] += more.reshape(y.in_memory.shape) if y.transpose() else more
-
-
-def Gaussian(mean: float, std: float, out: Tensor) -> None:
-    out.values = np.random.normal(mean, std, out.shape())

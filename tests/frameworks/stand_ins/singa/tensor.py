@@ -6,6 +6,7 @@ import itertools
 from typing import Any
 
 import numpy as np
+import toy
 
 from . import singa_wrap as singa
 from .device import get_default_device
@@ -19,7 +20,7 @@ _PUT = {
 }
 
 
-class Tensor:
+class Tensor(toy.Recorded):
     def __init__(
         self,
         shape: Any = (),
@@ -28,7 +29,6 @@ class Tensor:
         data: singa.Tensor | np.ndarray | None = None,
         requires_grad: bool = True,
         stores_grad: bool = False,
-        creator: Any = None,
         name: str | None = None,
     ) -> None:
         self.device = device or get_default_device()
@@ -38,7 +38,6 @@ class Tensor:
             self.data = singa.Tensor(shape if data is None else data.shape, self.device, dtype)
         self.shape, self.dtype = tuple(self.data.shape()), self.data.data_type()
         self.requires_grad, self.stores_grad = requires_grad, stores_grad
-        self.creator = creator
         self.name = f"Dummy#{next(_count)}" if name is None else name
         if isinstance(data, np.ndarray):
             self.copy_from_numpy(data)
@@ -55,10 +54,6 @@ class Tensor:
 
     def set_value(self, x: float) -> Tensor:
         self.data.SetFloatValue(float(x))
-        return self
-
-    def gaussian(self, mean: float, std: float) -> Tensor:
-        singa.Gaussian(mean, std, self.data)
         return self
 
     def clone(self) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .autograd import Tensor
+from .ops import Tensor
 
 
 class Optimizer:

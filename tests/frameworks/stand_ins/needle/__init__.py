@@ -6,19 +6,6 @@ to what training a small network needs. It does not know horo_lite.
 """
 
 from . import data, nn, ops, optim
-from .autograd import Tensor
-from .backend_ndarray import NDArray, all_devices, cpu, cpu_numpy, cuda, default_device
+from .ops import Tensor, cpu, cpu_numpy, cuda
 
-__all__ = [
-    "NDArray",
-    "Tensor",
-    "all_devices",
-    "cpu",
-    "cpu_numpy",
-    "cuda",
-    "data",
-    "default_device",
-    "nn",
-    "ops",
-    "optim",
-]
+__all__ = ["Tensor", "cpu", "cpu_numpy", "cuda", "data", "nn", "ops", "optim"]

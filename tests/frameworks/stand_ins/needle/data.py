@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .autograd import Tensor
+from .ops import Tensor
 
 
 class Dataset:
@@ -19,18 +19,6 @@ class Dataset:
 
     def __len__(self) -> int:
         raise NotImplementedError
-
-
-class NDArrayDataset(Dataset):
-    def __init__(self, *arrays: Any) -> None:
-        super().__init__()
-        self.arrays = arrays
-
-    def __getitem__(self, index: Any) -> Any:
-        return tuple(array[index] for array in self.arrays)
-
-    def __len__(self) -> int:
-        return len(self.arrays[0])
 
 
 class DataLoader:
