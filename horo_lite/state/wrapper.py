@@ -57,12 +57,13 @@ class Sharing:
         return {}
 
 
-def sharing(optimizer: Any, mixin: type[Sharing], **own: Any) -> Any:
+def sharing(optimizer: Any, mixin: Any, **own: Any) -> Any:
     """Return an optimizer that shares the state of `optimizer`, with the methods of `mixin`.
 
-    `own` is what the mixin's methods need; it is added to the state.
+    `mixin` is derived from Sharing. `own` is what its methods need; it is added to the state.
     """
-    wrapped = object.__new__(_derived(mixin, type(optimizer)))
+    base: Any = type(optimizer)
+    wrapped = object.__new__(_derived(mixin, base))
     # Set in this way, since Keras would inspect the attribute.
     object.__setattr__(wrapped, "__dict__", vars(optimizer))
     vars(wrapped).update(own)
@@ -70,6 +71,6 @@ def sharing(optimizer: Any, mixin: type[Sharing], **own: Any) -> Any:
 
 
 @cache
-def _derived(mixin: type[Sharing], base: Any) -> Any:
+def _derived(mixin: Any, base: Any) -> Any:
     attributes = {"__module__": base.__module__, "__doc__": base.__doc__, **mixin.attributes(base)}
     return type(base.__name__, (mixin, base), attributes)
