@@ -29,8 +29,8 @@ class Distance {
   Distance(std::vector<Shared*> ranks, int rank);
 
   // Exchanges a flag with the next rank a few times, and with the previous one. All ranks must call it at about the
-  // same time, and the same number of times. Takes `limit` at most: a rank without an answer by then, because another is
-  // not running at the moment, keeps its previous result.
+  // same time, and the same number of times. Takes `limit` at most: a rank without an answer by then, because another
+  // is not running at the moment, keeps its previous result.
   void measure(std::chrono::microseconds limit = std::chrono::microseconds(20));
 
   // The fastest exchange of the last measurement with an answer; 0 before.
