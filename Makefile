@@ -206,7 +206,7 @@ sanitize-memory sanitize-threads: sanitize-%:
 	  { cat errors.log; grep -q "ThreadSanitizer: unexpected memory mapping" errors.log && \
 	    echo "==> NOT CHECKED for races: TSan cannot run with this kernel's address randomization"; }; }
 
-check: $(VENV)/.test docs ## check lint, format, types, layers and the documentation; changes nothing
+check: $(VENV)/.test horo_lite/_native.pyi docs ## check lint, format, types, layers and the documentation; changes nothing
 	@$(PY) -m ruff check --quiet --output-format concise $(PYTHON_FILES)
 	@$(PY) -m ruff format --quiet --check $(PYTHON_FILES) || \
 	  { echo "not formatted: run make fix"; exit 1; }
@@ -310,6 +310,10 @@ $(VENV)/.built: $(SOURCES) | $(VENV)/.made
 	@$(PY) setup.py -q build_ext --inplace
 	@$(ONE_AT_A_TIME) $(PY) $(EDITABLE) '.[$(MPI)examples]'
 	@touch $@
+
+# If it is missing although the core is built: older commits have it in git, which deletes it when it leaves them.
+horo_lite/_native.pyi: | $(VENV)/.built
+	@$(PY) setup.py -q build_ext --inplace
 
 $(VENV)/.test: pyproject.toml | $(VENV)/.built
 	@echo "==> installing the dependencies of tests and checks"
