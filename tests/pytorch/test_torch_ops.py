@@ -952,9 +952,6 @@ def test_what_is_no_optimizer_or_module_is_refused() -> None:
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1 + group.rank)
         hvd.broadcast_optimizer_state(scheduler, 1, **k)  # which has state and a step()
         assert scheduler.step_size == 2
-        for wrong in (optimizer, None, torch.nn.Linear, list(model.parameters())):
-            with pytest.raises(TypeError, match="wraps a module, not a"):
-                hvd.DistributedDataParallel(wrong, process_group=group)
         with pytest.raises(TypeError, match="a Linear is not an array"):
             ops.allreduce(torch.nn.Linear(1, 1), group=group)
 
@@ -1204,7 +1201,7 @@ def test_a_script_as_horovods_documentation_has_it() -> None:
 @pytest.mark.launches
 def test_one_process_is_a_world(tmp_path: Path) -> None:
     code = f"""
-        import os, pickle
+        import os
         import horo_lite.torch as hvd
         import horo_lite.torch.mpi_ops, horo_lite.torch.functions, horo_lite.torch.compression
         import torch
@@ -1227,11 +1224,6 @@ def test_one_process_is_a_world(tmp_path: Path) -> None:
             hvd.allreduce(x, process_set=alone).sum().backward()
             assert hvd.allreduce(x.detach(), op=hvd.Adasum).tolist() == [0, 1, 2, 3]
             assert hvd.broadcast_object("me") == "me" and hvd.allgather_object("me") == ["me"]
-            net = hvd.DistributedDataParallel(torch.nn.Linear(2, 2), bucket_cap_mb=3).eval()
-            copied = pickle.loads(pickle.dumps(net))
-            assert type(copied) is type(net) and not copied.training
-            assert torch.equal(copied.module.weight, net.module.weight)
-            assert copied._exchange.options.bucket_bytes == 3 << 20
             hvd.barrier()
             hvd.stop_timeline()
             hvd.shutdown()

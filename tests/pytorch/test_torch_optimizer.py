@@ -10,6 +10,7 @@ import math
 import pickle
 import threading
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -402,6 +403,45 @@ def test_copies_wrap_copies() -> None:
         assert type(optimizer2) is type(optimizer)
         assert net2[0].weight is optimizer2.param_groups[0]["params"][0]
         assert_same_weights(net, net2)
+
+    run_threads(2, rank)
+
+
+@pytest.fixture
+def swapping() -> Iterator[None]:
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+@pytest.mark.parametrize("how", ["to", "there and back", "load_state_dict"])
+def test_parameters_that_are_swapped_are_averaged(how: str, swapping: None) -> None:
+    """With set_swap_module_params_on_conversion(); torch loses their hooks."""
+
+    def swap(net: Any) -> None:
+        if how == "load_state_dict":
+            net.load_state_dict(network().state_dict())
+            return
+        net.to(torch.float32)
+        if how == "there and back":
+            net.to(torch.float64)
+
+    def rank(group: Group) -> None:
+        net = network()
+        optimizer = wrap(torch.optim.SGD(net.parameters(), lr=0.0), group)
+        for step in range(3):
+            if step:
+                swap(net)
+            optimizer.zero_grad()
+            x, y = samples(step, 6 * group.size)
+            part = slice(6 * group.rank, 6 * (group.rank + 1))
+            x = x.to(net[0].weight.dtype)
+            loss_of(net, x[part], y[part]).backward()  # not only in step(), after clipping
+            alone = network()
+            loss_of(alone, x.double(), y).backward()
+            for found, mean in zip(gradients(net), gradients(alone), strict=True):
+                torch.testing.assert_close(found.double(), mean, rtol=1e-5, atol=1e-6)
 
     run_threads(2, rank)
 
