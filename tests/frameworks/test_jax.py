@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from digits_runs import accuracy_of
 from launch import Result, run_ranks
+from worlds import script_on_ranks
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.served, pytest.mark.timeout(600)]
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 
@@ -37,12 +38,20 @@ def raised(call):
 WAYS = pytest.mark.parametrize("way", ["xla", "callback"])
 
 
-def ranks(code: str, np: int, way: str = "xla", optimized: bool = False, **env: str) -> Result:
+def ranks(
+    code: str,
+    np: int,
+    way: str = "xla",
+    *,
+    hosts: str = "",
+    optimized: bool = False,
+    xla_flags: str = "",
+) -> Result:
     code = f"{START}\nassert hvd.inside_jit() == {way!r}\n{code}\nprint('done', rank)\n"
-    env["HORO_LITE_INSIDE_JIT"] = way
+    env = {"HORO_LITE_INSIDE_JIT": way, "HORO_LITE_TEST_HOSTS": hosts}
     # A fifth of the CPU time of these tests is spent in LLVM, for loops that run for microseconds.
-    env["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "0" if optimized else "1"
-    return run_ranks(code, np, env=env, timeout_s=180).check()
+    jax = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0" if optimized else "1", "XLA_FLAGS": xla_flags}
+    return script_on_ranks(code, np, env=env, job_env=jax, timeout_s=180)
 
 
 TRAIN = """
@@ -356,7 +365,7 @@ assert (both(jax.grad(lambda x: (loop(x) * mine).sum()), rows) == 8 * all_of(min
 """,
         np,
         way,
-        HORO_LITE_TEST_HOSTS=hosts,
+        hosts=hosts,
     )
 
 
@@ -473,7 +482,7 @@ assert (hvd.broadcast_parameters({"x": x}, 1)["x"] == np.arange(6.0).reshape(2, 
 assert (jax.jit(add)(jax.device_put(np.asarray(x), jax.devices()[1])) == total).all()
 """,
         2,
-        XLA_FLAGS="--xla_force_host_platform_device_count=2",
+        xla_flags="--xla_force_host_platform_device_count=2",
     )
 
 

@@ -57,14 +57,15 @@ def on_ranks(
     *args: object,
     hosts: str = "",
     env: Mapping[str, str] | None = None,
+    job_env: Mapping[str, str] | None = None,
     timeout_s: float = 30,
 ) -> list[T]:
     """Return the results, by rank, of `function(*args)`, called by all ranks of a world.
 
     `function` is at the top level of an importable file, and calls `hvd.init()` itself; the rank
     calls `hvd.shutdown()` if it has not. `args` and results are pickled. `hosts` and `env` are as
-    HORO_LITE_TEST_HOSTS and variables of a job; variables which are read before init(), by an
-    import or by the launcher, need a job of their own (`run_ranks`). After RankError, which holds
+    HORO_LITE_TEST_HOSTS and variables of a job; those in `job_env` are set when the ranks start,
+    for what an import reads. After RankError, which holds
     all ranks' exceptions with the values of their variables and their output, the next test has a
     new world.
     """
@@ -75,9 +76,10 @@ def on_ranks(
         args,
         {**({"HORO_LITE_TEST_HOSTS": hosts} if hosts else {}), **(env or {})},
     )
-    world = _worlds.get(size)
+    key = size, tuple((job_env or {}).items())
+    world = _worlds.get(key)
     if world is None or not world.is_usable():
-        world = _worlds[size] = _World(size)
+        world = _worlds[key] = _World(size, job_env)
     return world.run(call, launch.PATIENCE * timeout_s)  # type: ignore[return-value]
 
 
@@ -87,16 +89,24 @@ def script_on_ranks(
     *,
     args: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
+    job_env: Mapping[str, str] | None = None,
     timeout_s: float = 30,
 ) -> launch.Result:
     """Return what a script printed that all ranks of a world ran, in an empty directory.
 
-    Arguments as for `launch.run_ranks`. RankError if the script raises, or exits with another code
-    than 0, on any rank.
+    Arguments as for `launch.run_ranks` and `on_ranks`. RankError if the script raises, or exits
+    with another code than 0, on any rank.
     """
     with launch.script_of(code_or_path) as (script, folder):
         printed = on_ranks(
-            _run_script, size, str(script), folder, list(args), env=env, timeout_s=timeout_s
+            _run_script,
+            size,
+            str(script),
+            folder,
+            list(args),
+            env=env,
+            job_env=job_env,
+            timeout_s=timeout_s,
         )
     stdout, stderr = ("".join(parts) for parts in zip(*printed, strict=True))
     return launch.Result(f"{script} on {size} ranks", 0, stdout, stderr, 0.0)
@@ -105,7 +115,7 @@ def script_on_ranks(
 class _World:
     """A job whose ranks wait for functions to run."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, env: Mapping[str, str] | None) -> None:
         self._size = size
         self._resources = contextlib.ExitStack()
         self._ranks: dict[int, Connection] = {}
@@ -119,7 +129,7 @@ class _World:
             listener.settimeout(1)
             self._job = self._resources.enter_context(
                 launch.start_ranks(
-                    Path(__file__), size, args=[f"{folder}/calls"], launcher=size > 1
+                    Path(__file__), size, args=[f"{folder}/calls"], env=env, launcher=size > 1
                 )
             )
             while len(self._ranks) < size:
@@ -177,7 +187,7 @@ class _World:
         raise RankError(f"{call.name}, {self._size} ranks\n" + "\n".join([*told, shown]))
 
 
-_worlds: dict[int, _World] = {}
+_worlds: dict[object, _World] = {}
 
 
 def close_worlds() -> None:
