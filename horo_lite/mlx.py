@@ -46,16 +46,16 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         raise TypeError(f"{optimizer!r} is not an optimizer of mlx.optimizers")
     if isinstance(optimizer, Averaging):
         raise TypeError("this optimizer is already a DistributedOptimizer: wrap it only once")
-    options = Options(op=op, compression=compression, group=group)
+    Options(op=op, compression=compression, group=group)  # checks them
 
     def average(gradients: Any, weight: float | None) -> Any:
         return average_gradients(
             gradients,
-            op=options.op,
-            compression=options.compression,
+            op=op,
+            compression=compression,
             weight=weight,
             name=name,
-            group=options.group,
+            group=group,
         )
 
     return sharing(optimizer, Averaging, _average=average)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from numpy.typing import NDArray
@@ -31,8 +32,59 @@ class Compressor:
     def restore(self, name: str, gradient: NDArray[Any]) -> None:
         """Change the reduced `gradient`, in place, to what the optimizer receives."""
 
+    def compressed(
+        self, arrays: Sequence[Any], excluded: Callable[[Any], bool] = lambda x: x is None
+    ) -> tuple[Compressor, list[Any], Callable[[Sequence[Any]], list[Any]]]:
+        """Return how to send what, and a function that makes results of what is received.
+
+        This compressor, and the arrays themselves, except with an `OwnCompressor`.
+        """
+        return self, list(arrays), list
+
     def __repr__(self) -> str:
         return f"Compression.{self.name}"
+
+
+class OwnCompressor(Compressor):
+    """A user's object with Horovod's methods `compress` and `decompress`.
+
+    They are called around an operation, on the framework's own arrays, and may change the dtype and
+    the shape.
+    """
+
+    def __init__(self, own: Any) -> None:
+        super().__init__(str(getattr(own, "name", type(own).__name__)))
+        self._own = own
+
+    def compressed(
+        self, arrays: Sequence[Any], excluded: Callable[[Any], bool] = lambda x: x is None
+    ) -> tuple[Compressor, list[Any], Callable[[Sequence[Any]], list[Any]]]:
+        """Compress the arrays, except those that are `excluded`; the function decompresses."""
+        kept = list(map(excluded, arrays))
+        pairs = [
+            (x, None) if keep else self._own.compress(x)
+            for x, keep in zip(arrays, kept, strict=True)
+        ]
+
+        def restored(received: Sequence[Any]) -> list[Any]:
+            return [
+                x if keep else self._own.decompress(x, context)
+                for x, keep, (_, context) in zip(received, kept, pairs, strict=True)
+            ]
+
+        return Compression.none, [x for x, _ in pairs], restored
+
+
+def compressor_of(given: Any) -> Compressor:
+    """Return the compressor that a Horovod script specifies; raise ValueError if it is none."""
+    if isinstance(given, Compressor):
+        return given
+    if all(callable(getattr(given, name, None)) for name in ("compress", "decompress")):
+        return OwnCompressor(given)
+    raise ValueError(
+        "compression must be hvd.Compression.none, .fp16 or .bf16, or have compress() and "
+        f"decompress(), not {given!r}"
+    )
 
 
 class Compression:

@@ -18,7 +18,7 @@ from horo_lite.collectives.arrays import Array, GpuArrays, HostArrays, gpu_of
 from horo_lite.collectives.calls import Call, Finish, Part
 from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.handle import Handle
-from horo_lite.collectives.reductions import Average, Exchange, Op, rows_of
+from horo_lite.collectives.reductions import AnyOp, Average, Exchange, rows_of
 from horo_lite.errors import (
     GROUP_IS_LOST,
     DeviceError,
@@ -248,7 +248,7 @@ class Group:
         *,
         names: Sequence[str],
         label: str,
-        op: Op = Average,
+        op: AnyOp = Average,
         compression: Compressor = Compression.none,
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
@@ -270,7 +270,7 @@ class Group:
         *,
         names: Sequence[str],
         label: str,
-        op: Op = Average,
+        op: AnyOp = Average,
         compression: Compressor = Compression.none,
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,

@@ -7,10 +7,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, cast
 
 from horo_lite import _native, arguments
-from horo_lite.collectives import arithmetic
+from horo_lite.collectives import adasum, arithmetic
 from horo_lite.collectives.arrays import check_apart, described
 from horo_lite.collectives.calls import Call, Finish, Part, used_by_all
 from horo_lite.collectives.compression import Compression, Compressor
@@ -36,7 +36,18 @@ class Op(enum.Enum):
     Product = "product"
 
 
+class AdasumOp(enum.Enum):
+    """Horovod's op Adasum, which is not computed by the core: see `horo_lite.collectives.adasum`.
+
+    The APIs with Horovod's names offer it.
+    """
+
+    Adasum = "adasum"
+
+
+AnyOp: TypeAlias = Op | AdasumOp
 Average, Sum, Min, Max, Product = Op.Average, Op.Sum, Op.Min, Op.Max, Op.Product
+Adasum = AdasumOp.Adasum
 
 
 @dataclass(frozen=True)
@@ -56,7 +67,7 @@ class AllReduce(Call[bool]):
         names: The arrays' names, compared, and used in messages.
     """
 
-    op: Op = Op.Average
+    op: AnyOp = Op.Average
     compression: Compressor = Compression.none
     prescale_factor: float = 1.0
     postscale_factor: float = 1.0
@@ -67,13 +78,15 @@ class AllReduce(Call[bool]):
     def __post_init__(self) -> None:
         super().__post_init__()
         op, compression = cast("tuple[object, object]", (self.op, self.compression))
-        if not isinstance(op, Op):
+        if not isinstance(op, AnyOp):
             known = ", ".join(f"hvd.{one.name}" for one in Op)
             raise ValueError(f"op must be one of {known}, not {op!r}")
         if not isinstance(compression, Compressor):
             raise ValueError(
                 f"compression must be hvd.Compression.none, .fp16 or .bf16, not {compression!r}"
             )
+        if op is Adasum and compression.wire != "none":
+            raise ValueError("op=hvd.Adasum does not compress: leave compression out")
         for name, given in (
             ("prescale_factor", self.prescale_factor),
             ("postscale_factor", self.postscale_factor),
@@ -116,7 +129,7 @@ class AllReduce(Call[bool]):
     def run(self, part: Part, transport: Transport) -> Finish[bool]:
         memory = part.memory
         watchdog = None if memory.stream is None else memory.stream.watchdog
-        if watchdog is not None and transport.queued is not None:
+        if watchdog is not None and transport.queued is not None and self.op is not Adasum:
             is_queued = self._queue(part, transport.queued, watchdog)
             return lambda: is_queued and self._complete(part)
         headers = agree(
@@ -135,7 +148,7 @@ class AllReduce(Call[bool]):
             reduction = self._reduction(part, [header.weight for header in headers])
         except ValueError as error:  # on all ranks; raised when this call no longer counts as begun
             return partial(_raise, error)
-        memory.begin(transport.reads_sources)
+        memory.begin(transport.reads_sources and self.op is not Adasum)
         self._reduce(part, transport, reduction)
         return lambda: self._complete(part)
 
@@ -194,6 +207,8 @@ class AllReduce(Call[bool]):
     def _is_native(self, part: Part, transport: Transport) -> bool:
         """Return whether the core alone can run it; else Python code raises errors, too."""
         if part.memory.stream is not None or transport.engine_group is None:
+            return False
+        if self.op is Adasum:
             return False
         return not self._is_refused(part)
 
@@ -298,6 +313,9 @@ class AllReduce(Call[bool]):
         self._reduce(part, transport, self._reduction(part, weights))
 
     def _reduction(self, part: Part, weights: Sequence[float]) -> Reduction:
+        if self.op is Adasum:
+            adasum.check_size(len(weights))
+            return Reduction(self.op.value)
         return Reduction.of(
             self._arithmetic(part),
             self.compression.wire,
@@ -307,7 +325,9 @@ class AllReduce(Call[bool]):
         )
 
     def _reduce(self, part: Part, transport: Transport, reduction: Reduction) -> None:
-        if part.offsets is not None and part.shared is not None:
+        if self.op is Adasum:
+            adasum.reduce(part.memory, transport, self.prescale_factor, self.postscale_factor)
+        elif part.offsets is not None and part.shared is not None:
             transport.reduce_in_place(part.memory.tensors, part.shared, reduction)
         else:
             transport.allreduce(part.memory.tensors, reduction)
@@ -356,6 +376,11 @@ class ReduceScatter(AllReduce):
 
     kind = "reducescatter"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.op is Adasum:
+            raise ValueError("reducescatter takes op=Average, Sum, Min, Max or Product, not Adasum")
+
     def prepare(self, part: Part) -> None:
         if part.memory.stream is None and part.memory.tensors.layout:
             part.memory.use_c_order()  # in other orders, rows are not consecutive in memory
@@ -399,7 +424,7 @@ def rows_of(n_rows: int, size: int, rank: int) -> tuple[int, int]:
     return begin, begin + rows + (rank < more)
 
 
-def checked_weight(weight: Any, op: Op) -> float:
+def checked_weight(weight: Any, op: AnyOp) -> float:
     """Return `weight` as a float; raise ValueError if it is invalid or `op` takes no weight."""
     try:
         samples = math.nan if isinstance(weight, str) else float(weight)

@@ -17,9 +17,9 @@ from horo_lite.horovod.aliases import install as install
 from horo_lite.horovod.aliases import installed_horovod as installed_horovod
 
 if TYPE_CHECKING:
+    from horo_lite.collectives.reductions import Adasum as Adasum
     from horo_lite.horovod.objects import *  # noqa: F403
     from horo_lite.horovod.process_sets import *  # noqa: F403
-    from horo_lite.horovod.reductions import Adasum as Adasum
     from horo_lite.horovod.world import *  # noqa: F403
 
 # Where the names that the framework modules share are defined. Nothing is imported before it is

@@ -3,25 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, TypeAlias
+from typing import Any
 
-from horo_lite.collectives.reductions import Average, Max, Min, Op, Product, Sum
-
-
-class AdasumOp:
-    """The op Adasum: its only instance is hvd.Adasum."""
-
-    name = "Adasum"
-
-    def __repr__(self) -> str:
-        return "Adasum"
-
-    def __reduce__(self) -> str:
-        return "Adasum"  # copies and unpickled objects are the same instance
-
-
-Adasum = AdasumOp()
-AnyOp: TypeAlias = "Op | AdasumOp"
+from horo_lite.collectives.reductions import Adasum, AnyOp, Average, Max, Min, Product, Sum
 
 # Horovod's ops are numbers in this order, which scripts' configurations may contain.
 _NUMBERED: tuple[AnyOp, ...] = (Average, Sum, Adasum, Min, Max, Product)
@@ -47,7 +31,7 @@ def op_of(average: Any, op: Any) -> AnyOp:
 
 def named_op(op: object) -> AnyOp:
     """Return the op that `op` is, or is Horovod's number of; raise ValueError otherwise."""
-    if isinstance(op, (Op, AdasumOp)):
+    if isinstance(op, AnyOp):
         return op
     if isinstance(op, int) and not isinstance(op, bool) and 0 <= op < len(_NUMBERED):
         return _NUMBERED[op]

@@ -53,7 +53,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             f"{type(optimizer).__name__} is not an optax.GradientTransformation: pass what "
             "optax.adam or a similar function returns, or MultiSteps(…).gradient_transformation()"
         )
-    options = Options(op=op, compression=compression, group=group)
+    Options(op=op, compression=compression, group=group)  # checks them
     inner = optax.with_extra_args_support(optimizer)
 
     def update(
@@ -61,11 +61,11 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     ) -> tuple[Any, Any]:
         updates = average_gradients(
             updates,
-            op=options.op,
-            compression=options.compression,
+            op=op,
+            compression=compression,
             weight=weight,
             name=name,
-            group=options.group,
+            group=group,
         )
         return inner.update(updates, state, params, **extra)
 

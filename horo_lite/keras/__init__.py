@@ -14,10 +14,10 @@ from __future__ import annotations
 
 # ruff: noqa: F403
 from horo_lite import *
+from horo_lite.collectives.reductions import Adasum as Adasum
 from horo_lite.horovod.exceptions import HorovodInternalError as HorovodInternalError
 from horo_lite.horovod.objects import *
 from horo_lite.horovod.process_sets import *
-from horo_lite.horovod.reductions import Adasum as Adasum
 from horo_lite.horovod.world import *
 from horo_lite.keras import callbacks as callbacks
 from horo_lite.keras import elastic as elastic

@@ -7,11 +7,9 @@ from typing import Any
 import numpy as np
 
 from horo_lite import ops
-from horo_lite.adapters import from_numpy, to_host
 from horo_lite.collectives.compression import Compression
 from horo_lite.collectives.group import Group
 from horo_lite.collectives.reductions import Average
-from horo_lite.horovod.adasum import adasum_
 from horo_lite.horovod.process_sets import (
     Set,
     global_process_set,
@@ -19,7 +17,7 @@ from horo_lite.horovod.process_sets import (
     ranks_given,
     root_given,
 )
-from horo_lite.horovod.reductions import AdasumOp, op_of
+from horo_lite.horovod.reductions import op_of
 
 __all__ = ["allgather", "allreduce", "broadcast", "reducescatter"]
 
@@ -53,13 +51,6 @@ def allreduce(
         group: The ranks as a `Group`.
     """
     op = op_of(average, op)
-    if isinstance(op, AdasumOp):
-        if getattr(compression, "wire", "") != "none":
-            raise ValueError("op=hvd.Adasum does not compress: leave compression out")
-        array = np.array(to_host(value))
-        ranks = group_of(ranks_given(process_set, group))
-        adasum_(ranks, [array], (), name or "", prescale_factor, postscale_factor)
-        return from_numpy(array, value)
     return ops.allreduce(
         value,
         op,
@@ -125,7 +116,5 @@ def reducescatter(
     `allreduce`.
     """
     op = op_of(None, op)
-    if isinstance(op, AdasumOp):
-        raise ValueError("reducescatter takes op=Average, Sum, Min, Max or Product, not Adasum")
     value = np.asarray(value) if isinstance(value, (list, tuple)) else value
     return ops.reducescatter(value, op, name=name, group=group_of(ranks_given(process_set, group)))

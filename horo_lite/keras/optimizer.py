@@ -11,10 +11,9 @@ from typing import Any
 
 from horo_lite.collectives.compression import Compression
 from horo_lite.collectives.group import Group
-from horo_lite.collectives.reductions import Average
+from horo_lite.collectives.reductions import AnyOp, Average
 from horo_lite.horovod.gradients import Exchange, options_of, scaled
 from horo_lite.horovod.process_sets import Set, global_process_set
-from horo_lite.horovod.reductions import AnyOp
 from horo_lite.keras.base import Averaging, is_of_keras2, keras, name_of
 from horo_lite.state.wrapper import sharing
 from horo_lite.training.options import Options, checked_passes
@@ -105,16 +104,12 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         is_keras2 = is_of_keras2(optimizer)
     if isinstance(optimizer, Averaging):
         raise TypeError("this optimizer is already a DistributedOptimizer: wrap it only once")
-    options, own_compression = options_of(
+    options = options_of(
         op, compression, process_set, group, gradient_predivide_factor, num_groups, groups
     )
     passes = checked_passes(backward_passes_per_step)
-    exchange = Exchange(
-        _transform(options, sparse_as_dense, is_keras2),
-        own_compression,
-        gradient_predivide_factor,
-        scale_local_gradients,
-    )
+    transform = _transform(options, sparse_as_dense, is_keras2)
+    exchange = Exchange(transform, scale_local_gradients)
     if is_keras2:
         keras2 = import_module("horo_lite.keras.keras2")
         return keras2.wrapped(optimizer, exchange, passes, average_aggregated_gradients)

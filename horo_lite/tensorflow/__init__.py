@@ -20,10 +20,10 @@ from typing import Any
 
 # ruff: noqa: F401, F403
 from horo_lite import *
+from horo_lite.collectives.reductions import Adasum
 from horo_lite.errors import HoroLiteError as HorovodInternalError
 from horo_lite.horovod.objects import *
 from horo_lite.horovod.process_sets import *
-from horo_lite.horovod.reductions import Adasum
 from horo_lite.horovod.world import *
 from horo_lite.tensorflow import elastic
 from horo_lite.tensorflow.gradients import (

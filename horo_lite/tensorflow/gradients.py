@@ -15,11 +15,10 @@ from horo_lite import ops
 from horo_lite.adapters.tensorflow import array_of
 from horo_lite.collectives.compression import Compression
 from horo_lite.collectives.group import Group
-from horo_lite.collectives.reductions import Average, Sum
+from horo_lite.collectives.reductions import Adasum, AnyOp, Average, Sum
 from horo_lite.errors import MismatchError
 from horo_lite.horovod.gradients import Exchange, options_of
 from horo_lite.horovod.process_sets import Set, global_process_set, ranks_given, root_given
-from horo_lite.horovod.reductions import Adasum, AnyOp
 from horo_lite.tensorflow.errors import raised_as_tensorflows
 from horo_lite.tensorflow.operations import (
     Array,
@@ -223,13 +222,11 @@ class DistributedGradientTape:
                 f"{type(gradtape).__name__}"
             )
         self._tape = gradtape
-        options, own_compression = options_of(
+        options = options_of(
             op, compression, process_set, group, gradient_predivide_factor, num_groups, groups
         )
         self._transform = Transform(options, sparse_as_dense)
-        self._exchange = Exchange(
-            self._transform, own_compression, gradient_predivide_factor, scale_local_gradients
-        )
+        self._exchange = Exchange(self._transform, scale_local_gradients)
 
     def register_local_source(self, source: Any) -> None:
         """Do not exchange the gradient of this variable.

@@ -22,13 +22,11 @@ import tensorflow as tf
 
 from horo_lite import ops
 from horo_lite.adapters.tensorflow import array_of
-from horo_lite.collectives.compression import Compression, Compressor
+from horo_lite.collectives.compression import Compression, compressor_of
 from horo_lite.collectives.group import Group
-from horo_lite.collectives.reductions import Average, Sum
+from horo_lite.collectives.reductions import AnyOp, Average, Sum
 from horo_lite.context import world
 from horo_lite.errors import raised_in_graphs
-from horo_lite.horovod.adasum import adasum_
-from horo_lite.horovod.gradients import checked_compression
 from horo_lite.horovod.process_sets import (
     Set,
     global_process_set,
@@ -37,7 +35,7 @@ from horo_lite.horovod.process_sets import (
     root_given,
     set_of,
 )
-from horo_lite.horovod.reductions import AdasumOp, AnyOp, op_of
+from horo_lite.horovod.reductions import op_of
 from horo_lite.tensorflow.errors import raised_as_tensorflows
 
 P = ParamSpec("P")
@@ -188,37 +186,18 @@ def grouped_allreduce(
     """Return the op over all ranks' `tensors`, reduced in one operation. See `allreduce`."""
     op = op_of(average, op)
     ranks = ranks_given(process_set, group)
-    results = list(tensors)
-    if isinstance(op, AdasumOp) and getattr(compression, "wire", "none") != "none":
-        raise ValueError("op=hvd.Adasum does not compress: leave compression out")
-    if not isinstance(compression, Compressor):
-        own = checked_compression(compression)
-        pairs = [(x, None) if isinstance(x, tf.IndexedSlices) else own.compress(x) for x in results]
-        reduced_ones = grouped_allreduce(
-            [x for x, _ in pairs],
-            op=op,
-            prescale_factor=prescale_factor,
-            postscale_factor=postscale_factor,
-            process_set=ranks,
-            name=name,
-        )
-        return [
-            x if isinstance(x, tf.IndexedSlices) else own.decompress(x, context)
-            for x, (_, context) in zip(reduced_ones, pairs, strict=True)
-        ]
+    wire, results, restored = compressor_of(compression).compressed(
+        list(tensors), lambda x: isinstance(x, tf.IndexedSlices)
+    )
     slices = [i for i, x in enumerate(results) if isinstance(x, tf.IndexedSlices)]
     dense = [i for i in range(len(results)) if i not in slices]
 
     def exchange(*arrays: Array) -> list[Array]:
-        if isinstance(op, AdasumOp):
-            copies = [np.array(x) for x in arrays]
-            adasum_(ranks_of(ranks), copies, (), name or "", prescale_factor, postscale_factor)
-            return copies
         return ops.grouped_allreduce(
             arrays,
             op,
             name=name,
-            compression=compression,
+            compression=wire,
             prescale_factor=prescale_factor,
             postscale_factor=postscale_factor,
             group=ranks_of(ranks),
@@ -229,7 +208,7 @@ def grouped_allreduce(
             _check_linear("allreduce", op)
             return grouped_allreduce(
                 [tf.convert_to_tensor(gradient) for gradient in gradients],
-                compression=compression,
+                compression=wire,
                 op=op,
                 prescale_factor=prescale_factor,
                 postscale_factor=postscale_factor,
@@ -247,7 +226,7 @@ def grouped_allreduce(
         own_name = name if len(results) == 1 else f"{name or 'allreduce'}[{i}]"
         factor = prescale_factor * postscale_factor
         results[i] = _gathered_slices(results[i], op, own_name, factor, ranks)
-    return results
+    return restored(results)
 
 
 @as_it_is
@@ -440,27 +419,15 @@ def reducescatter(
     The arguments are those of `allreduce`.
     """
     op = op_of(None, op)
-    if isinstance(op, AdasumOp):
-        raise ValueError("reducescatter takes op=Average, Sum, Min, Max or Product, not Adasum")
     members = ranks_given(process_set, group)
-    if not isinstance(compression, Compressor):
-        small, context = checked_compression(compression).compress(tensor)
-        part = reducescatter(
-            small,
-            op=op,
-            name=name,
-            process_set=members,
-            prescale_factor=prescale_factor,
-            postscale_factor=postscale_factor,
-        )
-        return compression.decompress(part, context)
+    wire, (tensor,), restored = compressor_of(compression).compressed([tensor])
 
     def exchange(array: Array) -> list[Array]:
         part = ops.reducescatter(
             array,
             op,
             name=name,
-            compression=compression,
+            compression=wire,
             prescale_factor=prescale_factor,
             postscale_factor=postscale_factor,
             group=ranks_of(members),
@@ -482,7 +449,8 @@ def reducescatter(
         (result,) = in_python(exchange, [x], [(x.dtype, _some_rows(x))])
         return result, backward
 
-    return _differentiable(scattered, [_tensor("reducescatter", tensor)])
+    (result,) = restored([_differentiable(scattered, [_tensor("reducescatter", tensor)])])
+    return result
 
 
 @as_it_is

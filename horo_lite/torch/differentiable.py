@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from horo_lite.collectives.group import Group
-from horo_lite.collectives.reductions import Average, Sum
+from horo_lite.collectives.reductions import AnyOp, Average, Sum
 from horo_lite.horovod.process_sets import group_of, root_in
-from horo_lite.horovod.reductions import AnyOp
 from horo_lite.torch.compression import Compression
 from horo_lite.torch.submission import (
     Set,

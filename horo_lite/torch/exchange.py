@@ -17,22 +17,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from horo_lite.collectives.compression import Compression, Compressor
-from horo_lite.collectives.reductions import Average, Sum, checked_weight
+from horo_lite.collectives.adasum import check_size
+from horo_lite.collectives.reductions import Adasum, Average, Sum, checked_weight
 from horo_lite.collectives.shared_memory import share
 from horo_lite.context import is_initialized, on_renewed, world
 from horo_lite.errors import ranks_in_words, warn
-from horo_lite.horovod.adasum import check_adasum
 from horo_lite.horovod.process_sets import group_of_member
-from horo_lite.horovod.reductions import Adasum, AdasumOp
 from horo_lite.state.drift import DriftCheck
 from horo_lite.torch import bucket_views, sparse
-from horo_lite.torch.group_views import group_for
-from horo_lite.torch.options import TorchOptions
 from horo_lite.torch.passes import graph_task, notify_at_end
 from horo_lite.torch.slots import Slot, SlotAdapter, is_sparse
+from horo_lite.torch.submission import none_instead_of
 from horo_lite.torch.uncompiled import uncompiled
-from horo_lite.training.options import averaging
+from horo_lite.training.options import Options, averaging
 from horo_lite.training.reducer import learning_rates, shown
 from horo_lite.transports.shm import SharedMemory
 
@@ -73,7 +70,7 @@ class GradientExchange:
         return type(None), ()
 
     def __init__(
-        self, optimizer: Any, named: list[tuple[str, Any]] | None, options: TorchOptions
+        self, optimizer: Any, named: list[tuple[str, Any]] | None, options: Options
     ) -> None:
         self.number = next(_numbers)
         self.options = options
@@ -101,7 +98,7 @@ class GradientExchange:
 
     def follow_world(self) -> None:
         """Use the ranks of the current world; discard gradients of an earlier one."""
-        self.group = group_of_member(self.options.process_set)
+        self.group = group_of_member(self.options.group)
         self.active = self.group is not None and self.group.size > 1
         self.slots: list[Slot] = []
         self._seen: list[Any] = []  # their parameters
@@ -124,19 +121,19 @@ class GradientExchange:
         assert self.group is not None
         options = self.options
         factor, compression = float(options.gradient_predivide_factor), options.compression
-        if isinstance(self.op, AdasumOp):
-            check_adasum(self.group, ())
+        if self.op is Adasum:
+            check_size(self.group.size)
+            compression = none_instead_of(compression, self.group)
         self.reducer = options.reducer(
             self._make_adapter(),
             [],
-            group=group_for(self.group, self.op, compression),
-            op=Average if isinstance(self.op, AdasumOp) else self.op,
-            compression=compression if isinstance(compression, Compressor) else Compression.none,
+            self.group,
+            compression=compression,
             passes=1,  # passes are counted here
             prescale_factor=1 / factor,
             postscale_factor=factor,
             options=[
-                *options.compared(),
+                *options.compared,
                 ("backward_passes_per_step", str(options.backward_passes_per_step)),
             ],
         )
@@ -144,7 +141,8 @@ class GradientExchange:
             options.gradient_as_bucket_view
             and self.op is not Adasum
             and factor == 1
-            and getattr(compression, "wire", "") == "none"
+            and options.wire is compression
+            and compression.wire == "none"
             and bucket_views.can_share(self.group)
         )
         self._memory: SharedMemory | None = None

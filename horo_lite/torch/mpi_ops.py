@@ -37,9 +37,9 @@ from torch import Tensor
 
 from horo_lite import ops
 from horo_lite.collectives.calls import Barrier, Part
-from horo_lite.collectives.reductions import Average, Max, Min, Product, Sum
+from horo_lite.collectives.reductions import Adasum, AnyOp, Average, Max, Min, Product, Sum
 from horo_lite.horovod.process_sets import global_process_set, group_of
-from horo_lite.horovod.reductions import Adasum, AnyOp, op_of
+from horo_lite.horovod.reductions import op_of
 from horo_lite.torch.compression import Compression
 from horo_lite.torch.differentiable import (
     gathered,

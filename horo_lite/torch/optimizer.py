@@ -13,16 +13,16 @@ from typing import Any
 
 import torch
 
-from horo_lite.collectives.compression import Compression
+from horo_lite.collectives.compression import Compression, compressor_of
 from horo_lite.collectives.group import Group
-from horo_lite.collectives.reductions import Average, Op
+from horo_lite.collectives.reductions import AnyOp, Average
 from horo_lite.horovod.process_sets import Set, global_process_set, ranks_given
-from horo_lite.horovod.reductions import AdasumOp, named_op
+from horo_lite.horovod.reductions import named_op
 from horo_lite.state.wrapper import Sharing, sharing
 from horo_lite.torch.exchange import WEIGHT_COMES_FIRST, GradientExchange, nobody
 from horo_lite.torch.local_steps import LocalSteps
-from horo_lite.torch.options import TorchOptions
 from horo_lite.training.optimizer import takes_weight
+from horo_lite.training.options import Options
 
 _wrapper_of: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
@@ -32,7 +32,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     named_parameters: Iterable[tuple[str, Any]] | None = None,
     compression: Any = Compression.none,
     backward_passes_per_step: int = 1,
-    op: Op | AdasumOp = Average,
+    op: AnyOp = Average,
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
     groups: int | Sequence[Sequence[Any]] | None = None,
@@ -120,12 +120,12 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
 
     With op=Adasum, as in Horovod, each rank's optimizer takes its step with the rank's own
     gradients, and the changes of each parameter are combined, by the formula in
-    `horo_lite.horovod.adasum`. So gradients and momenta are each rank's own: save, and broadcast,
-    those of one rank. Everything is exchanged in step(). Backward passes are not counted: step()
-    uses the sum of their gradients. A closure runs on each rank separately, as often as the
-    optimizer calls it. With `adasum_of="gradients"`, the gradients are combined in backward(), and
-    every rank takes the same step; everything said here about op=Sum then applies. Both need a
-    number of ranks that is a power of two, and ignore `compression`. GradScaler needs
+    `horo_lite.collectives.adasum`. So gradients and momenta are each rank's own: save, and
+    broadcast, those of one rank. Everything is exchanged in step(). Backward passes are not
+    counted: step() uses the sum of their gradients. A closure runs on each rank separately, as
+    often as the optimizer calls it. With `adasum_of="gradients"`, the gradients are combined in
+    backward(), and every rank takes the same step; everything said here about op=Sum then applies.
+    Both need a number of ranks that is a power of two, and ignore `compression`. GradScaler needs
     `adasum_of="gradients"`, since otherwise each rank would skip its own steps.
 
     A closure, as LBFGS needs it, is called by step(); its backward() exchanges, and the loss that
@@ -155,9 +155,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             "torch.optim.SGD(model.parameters(), lr=0.1). For other kinds of optimizers, use "
             "horo_lite.DistributedOptimizer"
         )
-    options = TorchOptions(
+    options = Options(
         op=named_op(op),
-        compression=compression,
+        compression=compressor_of(compression),
         bucket_bytes=bucket_bytes,
         backward_passes_per_step=backward_passes_per_step,
         check_every=check_every,
@@ -167,15 +167,16 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         num_groups=num_groups,
         groups=groups,
         sparse_as_dense=sparse_as_dense,
-        process_set=ranks_given(process_set, group),
+        group=ranks_given(process_set, group),
         gradient_as_bucket_view=gradient_as_bucket_view,
         adasum_of=adasum_of,
+        takes_adasum=True,
     )
     return _wrapped(optimizer, named_parameters, options)
 
 
 def _wrapped(
-    optimizer: Any, named_parameters: Iterable[tuple[str, Any]] | None, options: TorchOptions
+    optimizer: Any, named_parameters: Iterable[tuple[str, Any]] | None, options: Options
 ) -> Any:
     wrapper = _wrapper_of.get(optimizer, nobody)()
     if wrapper is not None:

@@ -10,9 +10,8 @@ import torch
 
 from horo_lite import ops
 from horo_lite.collectives.group import Group
-from horo_lite.collectives.reductions import Average, Sum
+from horo_lite.collectives.reductions import AnyOp, Average, Sum
 from horo_lite.errors import MismatchError, ranks_in_words
-from horo_lite.horovod.reductions import AnyOp
 from horo_lite.torch.slots import Slot, is_sparse
 
 

@@ -14,14 +14,14 @@ from horo_lite import _native, arguments, ops
 from horo_lite.adapters import changed
 from horo_lite.adapters.object import NO_ORDER
 from horo_lite.collectives import arithmetic
-from horo_lite.collectives import compression as core
+from horo_lite.collectives.adasum import check_size
 from horo_lite.collectives.calls import Part
+from horo_lite.collectives.compression import Compressor, OwnCompressor, compressor_of
 from horo_lite.collectives.group import Group
 from horo_lite.collectives.handle import Handle as Submitted
-from horo_lite.collectives.reductions import AllReduce, Op, ReduceScatter
+from horo_lite.collectives.reductions import Adasum, AllReduce, AnyOp, ReduceScatter
+from horo_lite.errors import warn
 from horo_lite.horovod.process_sets import ProcessSet, group_of, root_in
-from horo_lite.horovod.reductions import AdasumOp, AnyOp
-from horo_lite.torch.adasum import adasum_async_, warn_of_compression
 from horo_lite.torch.compression import Compression
 
 Set: TypeAlias = "ProcessSet | Group | None"
@@ -111,34 +111,29 @@ def submit_reduction(
     scatters = kind == "reducescatter"
     if scatters and any(source.dim() == 0 for source in sources):
         raise ValueError("reducescatter needs tensors with at least one dimension")
-    wire, compress, decompress = _compression(compression)
-    contexts: list[Any] = []
+    compression = compressor_of(compression)
+    if op is Adasum:
+        check_size(group.size)
+        if not isinstance(compression, OwnCompressor):
+            compression = none_instead_of(compression, group)
+    wire, sent, restored = compression.compressed(sources)
     work = []
-    for source in sources:
-        if compress is not None:
-            small, context = compress(source)
-            contexts.append(context)
-            source = small.clone() if small.data_ptr() == source.data_ptr() else small.contiguous()
+    for source, x in zip(sources, sent, strict=True):
+        if x is not source:
+            x = x.clone() if x.data_ptr() == source.data_ptr() else x.contiguous()
         elif not (in_place and _is_plain(source)):
-            source = _copy(source)
-        work.append(source)
+            x = _copy(source)
+        work.append(x)
     _check_reducible(work, op, prescale_factor, postscale_factor)
     name = name_of(group, kind, name)
     with submitting(group, kind, name):
-        if isinstance(op, AdasumOp):
-            if group.rank == 0:
-                warn_of_compression(wire)
-            part = adasum_async_(group, work, (), name, prescale_factor, postscale_factor, kind)
-        else:
-            call = (ReduceScatter if scatters else AllReduce)(
-                name, op, wire, prescale_factor, postscale_factor
-            )
-            part = group.submit(call, Part(group.memory(work, asynchronous=True)), lambda _: work)
+        call = (ReduceScatter if scatters else AllReduce)(
+            name, op, wire, prescale_factor, postscale_factor
+        )
+        part = group.submit(call, Part(group.memory(work, asynchronous=True)), lambda _: work)
 
     def finish(_: list[Any]) -> Any:
-        results = list(work)
-        if decompress is not None:
-            results = [decompress(x, c) for x, c in zip(results, contexts, strict=True)]
+        results = restored(work)
         if scatters:
             results = [x[group.part_of(x)].clone() for x in results]
         if in_place:
@@ -252,10 +247,16 @@ def _check_reducible(
 ) -> None:
     with _value_errors():
         native = _native.Tensors(tensors, stream=NO_ORDER)
-        if isinstance(op, Op):
-            before = arguments.factor("prescale_factor", prescale)
-            after = arguments.factor("postscale_factor", postscale)
-            arithmetic.check(native, op.value, before, after)
+        before = arguments.factor("prescale_factor", prescale)
+        after = arguments.factor("postscale_factor", postscale)
+        arithmetic.check(native, op.value, before, after)
+
+
+def none_instead_of(compression: Compressor, group: Group) -> Compressor:
+    """Return no compression, and warn: Horovod's scripts may request Adasum and compression."""
+    if group.rank == 0 and compression.name != "none":
+        warn(f"op=Adasum does not compress: compression {compression.name} is ignored")
+    return Compression.none
 
 
 _UNNAMED = "noname."  # Horovod's prefix of the number
@@ -281,18 +282,6 @@ def _value_errors() -> Iterator[None]:
         yield
     except (TypeError, BufferError) as error:
         raise ValueError(str(error)) from None
-
-
-def _compression(given: Any) -> tuple[core.Compressor, Any, Any]:
-    """Return the core's compressor, and the functions to call before and after."""
-    if isinstance(given, core.Compressor):
-        return given, None, None
-    if callable(getattr(given, "compress", None)) and callable(getattr(given, "decompress", None)):
-        return Compression.none, given.compress, given.decompress
-    raise ValueError(
-        "compression must be hvd.Compression.none, .fp16 or .bf16, or have compress() and "
-        f"decompress(), not {given!r}"
-    )
 
 
 def submit_alltoall(

@@ -411,7 +411,7 @@ class _Own:
                 self.adapter,
                 named,
                 streams=self.streams,
-                options=self.options.on_parameters,
+                options=self.options.compared,
             )
         else:
             self.reducer.bind(named)

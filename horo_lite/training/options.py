@@ -17,7 +17,7 @@ import numpy as np
 from horo_lite import settings
 from horo_lite.adapters import Adapter, from_numpy, to_host
 from horo_lite.collectives.compression import Compression, Compressor
-from horo_lite.collectives.reductions import Average, Op, Sum
+from horo_lite.collectives.reductions import Adasum, AnyOp, Average, Sum
 from horo_lite.ops import ranks_of
 from horo_lite.state.drift import check_reaction
 from horo_lite.training.plan import DEFAULT_BUCKET_BYTES
@@ -31,10 +31,13 @@ if TYPE_CHECKING:
 class Options:
     """Options that must be the same on every rank.
 
+    The last seven are those of Horovod's APIs.
+
     Attributes:
-        op: Average or Sum.
+        op: Average or Sum; Adasum with `takes_adasum`.
         compression: The wire format; `Compression.fp16` halves the bytes.
-        group: The ranks; None for all ranks of the current world.
+        group: The ranks: a Group, or a `ProcessSet`, which is looked up in the current world; None
+            for all of its ranks.
         bucket_bytes: Size of the buckets in which gradients travel, on the wire; None for
             HORO_LITE_BUCKET_BYTES or 25 MiB.
         backward_passes_per_step: How many passes add to the gradients before they travel.
@@ -42,16 +45,31 @@ class Options:
             HORO_LITE_CHECK_EVERY, 0 for never.
         on_drift: What to do if parameters differ: "raise", "warn" or "heal".
         check_finite: "raise" or "warn" if a gradient contains NaN or inf; None for no check.
+        gradient_predivide_factor: Divides gradients before they are added up, and multiplies the
+            average.
+        num_groups: The number of groups of neighbouring parameters that travel together.
+        groups: The same, or lists of parameters that travel together.
+        sparse_as_dense: Whether sparse gradients are exchanged as dense ones.
+        gradient_as_bucket_view: Whether gradients are in memory shared by the ranks of a host.
+        adasum_of: What op=Adasum combines: "steps" or "gradients".
+        takes_adasum: Whether `op` may be Adasum.
     """
 
-    op: Op = Average
+    op: AnyOp = Average
     compression: Compressor = Compression.none
-    group: Group | None = None
+    group: Any = None
     bucket_bytes: int | None = None
     backward_passes_per_step: int = 1
     check_every: int | None = None
     on_drift: str = "raise"
     check_finite: str | None = None
+    gradient_predivide_factor: float = 1.0
+    num_groups: int = 0
+    groups: int | Sequence[Sequence[Any]] | None = None
+    sparse_as_dense: bool = False
+    gradient_as_bucket_view: bool = False
+    adasum_of: str = "steps"
+    takes_adasum: bool = False
 
     def __post_init__(self) -> None:
         self._check_reduction()
@@ -65,35 +83,93 @@ class Options:
         n_bytes = settings.bucket_bytes(self.bucket_bytes) or DEFAULT_BUCKET_BYTES
         object.__setattr__(self, "bucket_bytes", n_bytes)
         object.__setattr__(self, "check_every", settings.check_every(self.check_every))
+        self._check_groups(self.num_groups, self.groups)
 
     def _check_reduction(self) -> None:
-        if self.op not in (Average, Sum):
-            raise ValueError(f"gradients take op=Average or op=Sum, not {self.op}")
+        allowed = (Average, Sum, Adasum) if self.takes_adasum else (Average, Sum)
+        if self.op not in allowed:
+            names = "op=Average, Sum or Adasum" if self.takes_adasum else "op=Average or Sum"
+            raise ValueError(f"gradients take {names}, not {getattr(self.op, 'name', self.op)}")
+        if self.adasum_of not in ("steps", "gradients"):
+            raise ValueError(f'adasum_of must be "steps" or "gradients", not {self.adasum_of!r}')
+        factor = self.gradient_predivide_factor
+        if not factor > 0:
+            raise ValueError(f"gradient_predivide_factor must be more than 0, not {factor}")
+        if factor != 1 and self.op is not Average:
+            raise ValueError("gradient_predivide_factor needs op=Average")
         if not isinstance(self.compression, Compressor):
             raise ValueError(
                 "compression must be hvd.Compression.none, .fp16 or .bf16, not "
                 f"{self.compression!r}"
             )
 
+    @staticmethod
+    def _check_groups(n: Any, groups: Any) -> None:
+        if not isinstance(n, int) or n < 0:
+            raise ValueError(f"num_groups must be a number (0 or more), not {n!r}")
+        if groups is None or (isinstance(groups, int) and groups >= 0):
+            return
+        if not isinstance(groups, (list, tuple)) or not all(
+            isinstance(group, (list, tuple)) for group in groups
+        ):
+            what = groups if isinstance(groups, int) else f"this {type(groups).__name__}"
+            raise ValueError(
+                f"groups must be a number (0 or more) or a list of lists of parameters, not {what}"
+            )
+        place_of: dict[int, str] = {}
+        for g, group in enumerate(groups):
+            for i, parameter in enumerate(group):
+                here = f"groups[{g}][{i}]"
+                if place_of.setdefault(id(parameter), here) != here:
+                    raise ValueError(
+                        f"{here} is the same parameter as {place_of[id(parameter)]}: list it once"
+                    )
+
     @property
     def ranks(self) -> Group:
-        return ranks_of(self.group)
+        return ranks_of(self.group.group() if hasattr(self.group, "group") else self.group)
 
     @property
-    def on_parameters(self) -> list[tuple[str, str]]:
-        """Return the options of the parameters' comparison, for the ranks to compare."""
-        return [("check_every", str(self.check_every)), ("on_drift", self.on_drift)]
+    def combines_steps(self) -> bool:
+        """Whether the ranks exchange their optimizers' steps instead of gradients."""
+        return self.op is Adasum and self.adasum_of == "steps"
 
-    def reducer(self, adapter: Adapter, named: Sequence[tuple[str, Any]], **other: Any) -> Reducer:
-        """Return a Reducer for the gradients of these parameters, with `other` arguments."""
+    @property
+    def wire(self) -> Compressor:
+        """How gradients travel: the compression, or none if that is an `OwnCompressor`."""
+        return self.compression.compressed(())[0]
+
+    @property
+    def compared(self) -> list[tuple[str, str]]:
+        """The options that the ranks of an optimizer compare, beside those of its Reducer."""
+        return [
+            ("op", f"Adasum of {self.adasum_of}" if self.op is Adasum else self.op.name),
+            ("gradient_predivide_factor", str(float(self.gradient_predivide_factor))),
+            ("sparse_as_dense", str(bool(self.sparse_as_dense))),
+            ("check_every", str(self.check_every)),
+            ("on_drift", self.on_drift),
+            ("gradient_as_bucket_view", str(bool(self.gradient_as_bucket_view))),
+        ]
+
+    def reducer(
+        self,
+        adapter: Adapter,
+        named: Sequence[tuple[str, Any]],
+        group: Group | None = None,
+        **other: Any,
+    ) -> Reducer:
+        """Return a Reducer for the gradients of these parameters, with `other` arguments.
+
+        Its `group` is by default that of `ranks`.
+        """
         given: dict[str, Any] = {
             "op": self.op,
-            "compression": self.compression,
+            "compression": self.wire,
             "bucket_bytes": self.bucket_bytes,
             "passes": self.backward_passes_per_step,
             "check_finite": self.check_finite,
         }
-        return Reducer(other.pop("group", None) or self.ranks, adapter, named, **(given | other))
+        return Reducer(self.ranks if group is None else group, adapter, named, **(given | other))
 
 
 def checked_passes(passes: Any) -> int:
@@ -108,7 +184,7 @@ def averaging(
     exchange: Callable[[], None],
     *,
     group: Group,
-    op: Op,
+    op: AnyOp,
     weight: Callable[[], float | None],
     like: Callable[[Any, Any], Any] = from_numpy,
 ) -> Callable[..., Any]:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from weakref import WeakKeyDictionary
 
 from horo_lite.collectives.arrays import HOST, gpu_of
-from horo_lite.collectives.compression import Compression, Compressor
+from horo_lite.collectives.compression import Compression, Compressor, OwnCompressor
 from horo_lite.collectives.handle import Handle
-from horo_lite.collectives.reductions import Average, Op, checked_weight
+from horo_lite.collectives.reductions import Adasum, AnyOp, Average, checked_weight
 from horo_lite.errors import MismatchError, NonFiniteError, PeerLostError, StallError, warn
 from horo_lite.recording import recorder
 from horo_lite.training.gradient_memory import (
@@ -119,7 +119,7 @@ class Reducer:
         adapter: Adapter,
         parameters: Sequence[tuple[str, Any]],
         *,
-        op: Op = Average,
+        op: AnyOp = Average,
         compression: Compressor = Compression.none,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         passes: int = 1,
@@ -141,7 +141,6 @@ class Reducer:
         self._overlap = overlap or Overlap.of(group)
         self._how: dict[str, Any] = {  # arguments of every exchange
             "op": op,
-            "compression": compression,
             "prescale_factor": prescale_factor,
             "postscale_factor": postscale_factor,
         }
@@ -331,14 +330,8 @@ class Reducer:
             for bucket in self._agreed.buckets[len(self._handles) : n_begun]:
                 self._send(self._agreed, bucket, [arrays[i] for i in bucket])
         if rest:
-            self.group.exchange(
-                [arrays[i] for i in rest],
-                names=[self._parameters[i][0] for i in rest],
-                label=self._label,
-                weight=self._weight,
-                shared=self.shared,
-                **self._how,
-            )
+            names = [self._parameters[i][0] for i in rest]
+            self._exchange([arrays[i] for i in rest], names, self._label, shared=self.shared)
         for handle in self._handles:
             self.group.synchronize(handle)
         if copied:
@@ -472,7 +465,11 @@ class Reducer:
 
     def _compares_later(self) -> bool:
         agreed = self._agreed
-        return agreed is not None and agreed.gpu and self.group.compares_later(self._gpu())
+        if agreed is None or not agreed.gpu or self._op is Adasum:
+            return False
+        if isinstance(self._compression, OwnCompressor):
+            return False
+        return self.group.compares_later(self._gpu())
 
     def _gpu(self) -> int | None:
         """Return the GPU of the gradients; None for host memory."""
@@ -666,15 +663,39 @@ class Reducer:
         names = [plan.entries[i].name for i in bucket]
         number = len(self._handles) + 1
         label = f"{self._label}, bucket {number} of {len(plan.buckets)} ({_some_of(names)})"
-        how = {"names": names, "label": label, "weight": self._weight, **self._how}
         if plan.gpu and self._compares_later():
             # A stream keeps operations in order, so names need not be matched.
-            sent = self.group.exchange(arrays, follows=follows, **how)
+            sent = self._exchange(arrays, names, label, follows=follows)
             if sent:
                 self._handles.append(Handle(label, None, lambda: None))
-            return sent
-        self._handles.append(self.group.exchange_async(arrays, shared=self.shared, **how))
+            return bool(sent)
+        exchange = self.group.exchange_async
+        self._handles.append(self._exchange(arrays, names, label, exchange, shared=self.shared))
         return True
+
+    def _exchange(
+        self,
+        arrays: Sequence[Any],
+        names: Sequence[str],
+        label: str,
+        exchange: Callable[..., bool | Handle] | None = None,
+        **how: Any,
+    ) -> Any:
+        """Call `exchange`, by default that of the group, and return its result."""
+        how |= self._how | {"names": names, "label": label, "weight": self._weight}
+        wire, sent, restored = self._compression.compressed(arrays)
+        result = (exchange or self.group.exchange)(sent, compression=wire, **how)
+        if wire is self._compression:
+            return result
+
+        def write() -> None:
+            for x, received in zip(arrays, restored(sent), strict=True):
+                x[...] = received
+
+        if isinstance(result, Handle):
+            return result.then(write)
+        write()
+        return result
 
     def _write_back(self, plan: Plan, copied: dict[int, Any]) -> None:
         for i, owner in enumerate(plan.owners):

@@ -83,7 +83,7 @@ class Transform:
         """Do the same in a function that JAX compiles; None, which all ranks have, stays None."""
         if self.options.op not in (Average, Sum):
             raise ValueError(
-                f"steps that JAX compiles take op=Average or Sum, not {self.options.op}"
+                f"steps that JAX compiles take op=Average or Sum, not {self.options.op.name}"
             )
         # Several gradients may have the same name.
         keys = [n if names.count(n) == 1 else f"{n} ({i})" for i, n in enumerate(names)]
@@ -91,7 +91,7 @@ class Transform:
         averages = import_module("horo_lite.jax").average_gradients(
             {key: gradient for key, gradient in named if gradient is not None},
             op=self.options.op,
-            compression=self.options.compression,
+            compression=self.options.wire,
             weight=weight,
             group=None if self.options.group is None else self.options.ranks,
         )

@@ -28,7 +28,6 @@ from horo_lite.collectives.group import Group  # noqa: E402
 from horo_lite.errors import MismatchError, NotInitializedError  # noqa: E402
 from horo_lite.state.optimizer_state import in_host_memory  # noqa: E402
 from horo_lite.torch import compression, mpi_ops  # noqa: E402
-from horo_lite.torch.adasum import adasum_  # noqa: E402
 
 SIZES = [1, 2, 3, 4]
 INTEGERS = ["uint8", "int8", "int16", "int32", "int64"]
@@ -558,7 +557,8 @@ def test_adasum(size: int) -> None:
         for got, want in zip(hvd.grouped_allreduce(mine, **k), expected, strict=True):
             np.testing.assert_allclose(got.numpy(), want, rtol=1e-10, atol=1e-12)
         small = [x.float() for x in mine]
-        adasum_(group, small, [f"p{i}" for i in range(len(small))])
+        names = [f"p{i}" for i in range(len(small))]
+        group.exchange(small, names=names, label="small", op=hvd.Adasum)
         np.testing.assert_allclose(small[4].numpy(), expected[4], rtol=2e-5, atol=1e-6)
         half = hvd.allreduce(mine[4].half(), prescale_factor=2.0, postscale_factor=0.5, **k)
         np.testing.assert_allclose(half.double().numpy(), expected[4], rtol=2e-2, atol=2e-2)
@@ -581,7 +581,7 @@ def test_adasum_of_equal_and_of_orthogonal_gradients() -> None:
         k = {"op": hvd.Adasum, "process_set": group}
         assert hvd.allreduce(torch.tensor([3.0, 4.0]), **k).tolist() == [3, 4]
         with pytest.raises(MismatchError, match="tensor 'p'"):
-            adasum_(group, [torch.ones(2 + group.rank)], ["p"])
+            group.exchange([torch.ones(2 + group.rank)], names=["p"], label="p", op=hvd.Adasum)
         with pytest.raises(ValueError, match="floating"):
             hvd.allreduce(torch.tensor([1, 2]), **k)
         one_hot = torch.eye(4)[group.rank]
