@@ -20,7 +20,7 @@ import numpy as np
 
 from horo_lite import arguments
 from horo_lite.adapters import changed
-from horo_lite.collectives.arrays import Array, HostArrays, gpu_of
+from horo_lite.collectives.arrays import Array, Memory, gpu_of
 from horo_lite.collectives.handle import Handle
 from horo_lite.errors import (
     HoroLiteError,
@@ -112,7 +112,7 @@ class _Receiving(Message):
         peer: int | None,
         key: _Key,
         x: Array,
-        memory: HostArrays,
+        memory: Memory,
     ) -> None:
         super().__init__(name, messages, peer)
         self.key = key
@@ -168,7 +168,7 @@ class Messages:
         """Begin to send. Only a receive with the same tag and channel accepts the message."""
         dst, tag = self._peer("dst", dst), _tag(tag)
         self._note_thread()
-        memory = HostArrays.of_rows(_of_host(x))
+        memory = Memory.of_rows(_of_host(x))
         ((address, n_bytes),) = memory.tensors.buffers()
         message = _Sending(f"send to rank {dst} (tag {tag})", self, dst)
         number, inside, location = next(_numbers), None, None
@@ -210,7 +210,7 @@ class Messages:
         if isinstance(x, (bool, int, float, list, tuple)):
             raise TypeError(f"a message is received into an array, not into a {type(x).__name__}")
         self._note_thread()
-        memory = HostArrays([_of_host(x)])
+        memory = Memory([_of_host(x)])
         if memory.tensors.layout:
             memory.use_c_order()
         whom = "any rank" if src is None else f"rank {src}"

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from horo_lite import arguments, context
 from horo_lite.adapters import changed
-from horo_lite.collectives.arrays import MEMORY, Array, array_of, copies_of, copy_of, results_of
+from horo_lite.collectives.arrays import MEMORY, Array
 from horo_lite.collectives.calls import (
     AllGather,
     AllGatherBytes,
@@ -394,11 +394,10 @@ def reducescatter(
     """
     ranks = ranks_of(group)
     call = ReduceScatter(name, op, compression, prescale_factor, postscale_factor)
-    [result], sources = results_of([x])
-    rows = ranks.part_of(result)
-    memory = ranks.memory([result], fresh=True, sources=sources)
+    memory = ranks.results([x])
+    rows = ranks.part_of(memory.arrays[0])
     ranks.run(call, Part(memory))
-    return memory.part(result, rows, x)
+    return memory.part(rows)
 
 
 @_explains_average
@@ -415,9 +414,9 @@ def reducescatter_async(
     """Begin `reducescatter`, as `allreduce_async` begins `allreduce`. `x` is copied."""
     ranks = ranks_of(group)
     call = ReduceScatter(name, op, compression, prescale_factor, postscale_factor)
-    rows = ranks.part_of(copy := copy_of(x))
-    memory = ranks.memory([copy], fresh=True, asynchronous=True)
-    return ranks.submit(call, Part(memory), lambda _: memory.part(copy, rows, x))
+    memory = ranks.results([x], asynchronous=True)
+    rows = ranks.part_of(memory.arrays[0])
+    return ranks.submit(call, Part(memory), lambda _: memory.part(rows))
 
 
 def allgather(x: Array, *, name: str | None = None, group: Group | None = None) -> Array:
@@ -442,7 +441,7 @@ def allgather(x: Array, *, name: str | None = None, group: Group | None = None) 
     """
     ranks, call = ranks_of(group), AllGather(name)
     rows = ranks.rows(x)
-    return rows.result(ranks.run(call, Part(rows)), x)
+    return rows.result(ranks.run(call, Part(rows)))
 
 
 def allgather_async(x: Array, *, name: str | None = None, group: Group | None = None) -> Handle:
@@ -452,7 +451,7 @@ def allgather_async(x: Array, *, name: str | None = None, group: Group | None = 
     """
     ranks, call = ranks_of(group), AllGather(name)
     rows = ranks.rows(x, asynchronous=True)
-    return ranks.submit(call, Part(rows), lambda everyone: rows.result(everyone, x))
+    return ranks.submit(call, Part(rows), rows.result)
 
 
 def broadcast(
@@ -479,9 +478,9 @@ def broadcast(
     """
     ranks = ranks_of(group)
     call = Broadcast(name, _root(root_rank, ranks))
-    memory = ranks.memory([copy := copy_of(array_of(x))], fresh=True)
+    memory = ranks.results([x], reduced=False)
     ranks.run(call, Part(memory))
-    return memory.result(copy, x)
+    return memory.results()[0]
 
 
 def broadcast_(
@@ -506,8 +505,8 @@ def broadcast_async(
     """Begin `broadcast`, as `allreduce_async` begins `allreduce`. `x` is copied."""
     ranks = ranks_of(group)
     call = Broadcast(name, _root(root_rank, ranks))
-    memory = ranks.memory([copy := copy_of(array_of(x))], fresh=True, asynchronous=True)
-    return ranks.submit(call, Part(memory), lambda _: memory.result(copy, x))
+    memory = ranks.results([x], asynchronous=True, reduced=False)
+    return ranks.submit(call, Part(memory), lambda _: memory.results()[0])
 
 
 def broadcast_async_(
@@ -558,9 +557,9 @@ def grouped_broadcast(
     """
     xs, ranks = arguments.several(xs), ranks_of(group)
     call = Broadcast(None, _root(root_rank, ranks), names)
-    memory = ranks.memory(copies := [copy_of(array_of(x)) for x in xs], fresh=True)
+    memory = ranks.results(xs, reduced=False)
     ranks.run(call, Part(memory))
-    return [memory.result(copy, x) for copy, x in zip(copies, xs, strict=True)]
+    return memory.results()
 
 
 def alltoall(
@@ -596,7 +595,7 @@ def alltoall(
     rows = ranks.rows(x)
     part = Part(rows, splits=_splits(rows_and_row(rows)[0], splits, ranks.size))
     everyone, received = ranks.run(call, part)
-    result = rows.result(everyone, x)
+    result = rows.result(everyone)
     return result if splits is None else (result, received)
 
 
@@ -620,7 +619,7 @@ def alltoall_async(
 
     def result(moved: tuple[Array, NDArray[np.int64]]) -> Any:
         everyone, received = moved
-        result = rows.result(everyone, x)
+        result = rows.result(everyone)
         return result if splits is None else (result, received)
 
     return ranks.submit(call, part, result)
@@ -743,10 +742,9 @@ def _reduced(
 ) -> list[Array]:
     """New arrays."""
     ranks = ranks_of(group)
-    results, sources = results_of(xs)
-    memory = ranks.memory(results, fresh=True, sources=sources)
+    memory = ranks.results(xs)
     ranks.run(call, Part(memory, weight))
-    return memory.results(results, xs)
+    return memory.results()
 
 
 def _begin_reduced(
@@ -757,13 +755,8 @@ def _begin_reduced(
     weight: float | None = None,
 ) -> Handle:
     ranks = ranks_of(group)
-    copies = copies_of(xs)
-    memory = ranks.memory(copies, fresh=True, asynchronous=True)
-
-    def results(_: bool) -> Any:
-        return result(memory.results(copies, xs))
-
-    return ranks.submit(call, Part(memory, weight), results)
+    memory = ranks.results(xs, asynchronous=True)
+    return ranks.submit(call, Part(memory, weight), lambda _: result(memory.results()))
 
 
 def _reduce_in_place(

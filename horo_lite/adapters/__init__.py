@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import sys
 from collections.abc import Iterable
 from importlib import import_module
@@ -24,6 +25,7 @@ _BUILT_IN = (
 
 _registered: list[Adapter] = []
 _loaded: dict[str, Adapter | None] = {}
+_of_arrays: dict[type, Adapter] = {}  # of the types of arrays that have been seen
 _generic = Adapter()
 
 
@@ -97,12 +99,16 @@ def adapter_of(obj: object) -> Adapter:
     for adapter in reversed(_registered):
         if adapter.matches(obj):
             return adapter
+    if (known := _of_arrays.get(type(obj))) is not None:
+        return known
     for name in _BUILT_IN:
         if name in sys.modules:
             if name not in _loaded:
                 _loaded[name] = _load(name)
             adapter_or_none = _loaded[name]
             if adapter_or_none is not None and adapter_or_none.matches(obj):
+                if isinstance(obj, adapter_or_none.array_types):
+                    _of_arrays[type(obj)] = adapter_or_none
                 return adapter_or_none
     return _generic
 
@@ -130,10 +136,12 @@ def from_numpy(array: np.ndarray[Any, Any], like: object) -> Any:
 
     That is a torch.Tensor for torch, a jax.Array for JAX, a number for a number, and a NumPy array
     for NumPy and anything unknown. The result shares the memory of `array` if the framework can.
+    An `array` that is a framework's own (for a dtype that NumPy lacks) stays as it is.
     """
-    if type(like) is np.ndarray:
+    if type(like) is np.ndarray or not isinstance(array, np.ndarray):
         return array
-    return adapter_of(like).from_numpy(array, like)
+    adapter = _generic if isinstance(like, (bool, int, float, complex)) else adapter_of(like)
+    return adapter.from_numpy(array, like)
 
 
 def to_host(x: object) -> Any:
@@ -141,17 +149,17 @@ def to_host(x: object) -> Any:
 
     Lists and numbers become NumPy arrays. Nothing else is copied.
     """
-    if isinstance(x, (np.ndarray, np.generic)):
+    if isinstance(x, (np.ndarray, np.generic, memoryview, array.array, bytearray)):
         return x
     if isinstance(x, (list, tuple, bool, int, float, complex)):
         try:
-            array = np.asarray(x)
+            numbers = np.asarray(x)
         except ValueError:  # a list or tuple
             raise ValueError(
                 f"the items of this {type(x).__name__} differ in shape, so they are not one array: "
                 "pass several arrays to a grouped operation, such as grouped_allreduce"
             ) from None
-        return exact(array, x)
+        return exact(numbers, x)
     return adapter_of(x).value(x)
 
 

@@ -17,6 +17,7 @@ class CupyAdapter(NumpyAdapter):
     """cupy.ndarray, and optimizers that keep lists or dicts of them in `params` and `grads`."""
 
     array = cupy.ndarray
+    array_types = (cupy.ndarray,)
 
     def matches(self, obj: object) -> bool:
         return isinstance(obj, cupy.ndarray) or super().matches(obj)

@@ -19,6 +19,7 @@ class MlxAdapter(Adapter):
 
     mutable = False
     face = "horo_lite.mlx"
+    array_types = (mx.array,)
 
     def matches(self, obj: object) -> bool:
         return isinstance(obj, (mx.array, Module, Optimizer))

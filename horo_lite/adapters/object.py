@@ -61,7 +61,8 @@ class Adapter:
     """The module whose DistributedOptimizer wraps this framework's optimizers; None: horo_lite."""
 
     array_types: tuple[type, ...] = ()
-    """Types of arrays with neither DLPack nor a buffer: an optimizer's are sent by value()."""
+    """Types of its arrays, which may have neither DLPack nor a buffer: optimizers' state of these
+    types is sent by value()."""
 
     def matches(self, obj: object) -> bool:
         """Return whether `obj` (optimizer, module, parameter or array) is of this framework."""
@@ -210,11 +211,13 @@ class Adapter:
         """Return new, uninitialized NumPy arrays in C order, otherwise like `views`."""
         raise NotImplementedError
 
-    def from_results(self, results: Sequence[np.ndarray[Any, Any]]) -> list[Array]:
-        """Return arrays of this framework over the results' memory, which nothing else writes."""
+    def from_results(
+        self, results: Sequence[np.ndarray[Any, Any]], likes: Sequence[Array]
+    ) -> list[Array]:
+        """Return arrays like `likes` over the results' memory, which nothing else writes."""
         raise NotImplementedError
 
-    # Arrays in a GPU's memory.
+    # Arrays in a GPU's memory; copy() and empty() also for host memory of dtypes that NumPy lacks.
 
     def zeros_like(self, x: Array) -> Array:
         """Return a new dense array of zeros, otherwise like `x`."""
@@ -249,7 +252,7 @@ class Adapter:
     def from_numpy(self, array: np.ndarray[Any, Any], like: object) -> Any:
         """Convert `array` to the kind of array that `like` is, sharing memory where possible."""
         if isinstance(like, (bool, int, float, complex)) and not isinstance(like, np.generic):
-            return array.item()
+            return array.item() if array.ndim == 0 else array
         return array[()] if isinstance(like, np.generic) else array
 
 

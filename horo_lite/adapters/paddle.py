@@ -16,6 +16,7 @@ class PaddleAdapter(Adapter):
     """paddle.optimizer optimizers, paddle.nn layers and tensors."""
 
     steps = ("step", "minimize")
+    array_types = (paddle.Tensor,)
 
     def matches(self, obj: object) -> bool:
         return isinstance(obj, (paddle.Tensor, Optimizer, Layer))

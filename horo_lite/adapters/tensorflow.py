@@ -22,6 +22,7 @@ class TensorflowAdapter(Adapter):
     """Tensors, variables, and modules that hold variables."""
 
     mutable = False
+    array_types = (tf.Tensor,)
 
     def matches(self, obj: object) -> bool:
         return isinstance(obj, (tf.Tensor, tf.Variable, tf.Module))

@@ -18,6 +18,7 @@ class TinygradAdapter(Adapter):
     """nn.optim optimizers, tensors, and models: any object that holds tensors, however deep."""
 
     steps = ("step", "schedule_step")
+    array_types = (Tensor,)
 
     def matches(self, obj: object) -> bool:
         if isinstance(obj, (Tensor, Optimizer)):

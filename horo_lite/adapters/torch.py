@@ -28,6 +28,7 @@ class TorchAdapter(Adapter):
     """torch.optim optimizers, torch.nn modules and tensors."""
 
     face = "horo_lite.torch"
+    array_types = (torch.Tensor,)
 
     def matches(self, obj: object) -> bool:
         return isinstance(obj, (torch.Tensor, torch.optim.Optimizer, torch.nn.Module))
@@ -129,7 +130,10 @@ class TorchAdapter(Adapter):
     def from_numpy(self, array: Any, like: Any) -> Any:
         if isinstance(array, torch.Tensor):
             return array
-        if array.dtype.name == "bfloat16":  # unknown to torch.from_numpy, as it is to NumPy
+        # A dtype's name is made by a page of Python code; NumPy's own dtypes are built in.
+        if (
+            array.dtype.isbuiltin == 2 and array.dtype.name == "bfloat16"
+        ):  # unknown to torch.from_numpy, as it is to NumPy
             return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).to(like.device)
         return torch.from_numpy(array).to(like.device)
 

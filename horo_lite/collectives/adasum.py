@@ -22,7 +22,7 @@ from horo_lite.collectives.arrays import view
 from horo_lite.transports.agreement import exchange_bytes
 
 if TYPE_CHECKING:
-    from horo_lite.collectives.arrays import GpuArrays, HostArrays
+    from horo_lite.collectives.arrays import Memory
     from horo_lite.transports import Transport
 
 Array = Any  # a NumPy array, or a tensor in a GPU's memory
@@ -40,9 +40,7 @@ def check_size(size: int) -> None:
         )
 
 
-def reduce(
-    memory: HostArrays | GpuArrays, transport: Transport, prescale: float, postscale: float
-) -> None:
+def reduce(memory: Memory, transport: Transport, prescale: float, postscale: float) -> None:
     """Replace each array, in place, by its Adasum over all ranks, which have agreed on it.
 
     Needs memory for two copies of all arrays, in float64 if one of them is float64, otherwise in

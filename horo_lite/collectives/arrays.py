@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import array
-import sys
 from collections.abc import Sequence
 from math import prod
-from operator import is_
+from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,6 +31,8 @@ exchange."""
 _LARGE = 1 << 20
 """In bytes; malloc() keeps smaller blocks, and does not return them to the kernel."""
 
+_n_bytes = attrgetter("nbytes")
+
 bytes_copied = 0
 """Bytes copied outside the core so far, because an array's memory was not dense."""
 
@@ -42,7 +42,7 @@ def gpu_of(x: Array) -> int | None:
     if isinstance(x, (np.ndarray, np.generic, bool, int, float)):
         return None
     device = getattr(x, "__dlpack_device__", None)
-    if device is None:
+    if device is None or getattr(x, "is_cuda", True) is False:  # torch, where asking takes longer
         return None
     try:
         kind, index = device()
@@ -51,30 +51,28 @@ def gpu_of(x: Array) -> int | None:
     return int(index) if kind in (2, 13) else None  # kDLCUDA, kDLCUDAManaged
 
 
-class HostArrays:
-    """A list of arrays as dense memory: their own, or copies if they are not dense.
+class Memory:
+    """The arrays of one operation as memory, here of the host: looked at once for each call.
 
-    `fresh` arrays are new, and not in use elsewhere. Otherwise arrays are changed in place, and
-    `overlaps` lists those that share memory, as `Tensors.overlaps` does. Fresh arrays may have
-    `sources`: arrays with their initial contents, which need not be copied if the transport reads
-    from them.
+    Attributes:
+        arrays: The arrays whose memory is used: the caller's, copies of these if they are not
+            dense, or new ones.
+        tensors: Their addresses, sizes, dtypes, layouts and device.
+        fresh: Whether they are new, and not in use elsewhere. Otherwise they are changed in place.
+        overlaps: Those that share memory, as in `Tensors.overlaps`, if they are changed in place.
+        stream: The communication stream of their GPU; None for host memory.
     """
 
-    stream: CommunicationStream | None = None
-    overlaps: Sequence[tuple[int, int, int, bool]] = ()
     fresh = True
-    _sources: _native.Tensors | None = None
+    overlaps: Sequence[tuple[int, int, int, bool]] = ()
+    stream: CommunicationStream | None = None
+    _xs: Sequence[Array] = ()  # the caller's, whose types the results have; may have been freed
+    _sources: _native.Tensors | None = None  # with the contents of new arrays, not yet copied
 
-    def __init__(
-        self,
-        arrays: Sequence[Array],
-        *,
-        fresh: bool = False,
-        sources: Sequence[NDArray[Any]] | None = None,
-    ) -> None:
+    def __init__(self, arrays: Sequence[Array], *, fresh: bool = False) -> None:
         self.fresh = fresh
         self.arrays = list(arrays)
-        self._originals: dict[int, NDArray[Any]] = {}
+        self._originals: dict[int, Array] = {}
         try:
             self.tensors = _native.Tensors(self.arrays)
         except ValueError:  # an array whose memory cannot be used
@@ -84,7 +82,7 @@ class HostArrays:
         except (TypeError, BufferError):  # an object that needs its adapter, or not an array
             if not fresh:
                 check_changeable(self.arrays)
-            exported = [exportable(x) for x in self.arrays]
+            exported = [adapters.to_host(x) for x in self.arrays]
             if all(map(is_, exported, self.arrays)):  # not an array
                 raise
             self.tensors = _native.Tensors(exported)
@@ -92,20 +90,42 @@ class HostArrays:
             self.overlaps = self.tensors.overlaps()
         if strided := self.tensors.strided:
             self._copy(strided)
-        if sources is not None:
-            self._sources = _native.Tensors(sources, writable=False)
 
     @classmethod
-    def of_rows(cls, x: Array) -> HostArrays:
-        """Return `x`, for reading only, as rows along its first dimension; a number is one row."""
-        rows = cls.__new__(cls)
-        if hasattr(host := readable(array_of(x)), "clone"):  # torch, if NumPy lacks the dtype
-            rows.arrays = [(host.reshape(1) if host.ndim == 0 else host).contiguous()]
+    def of_results(cls, xs: Sequence[Array], *, at_once: bool, reduced: bool) -> Memory:
+        """Return new arrays with the contents of `xs`: see `Group.results`."""
+        hosts = [x if type(x) is np.ndarray else _readable(_array(x, reduced)) for x in xs]
+        sources = None
+        if len([host for host in hosts if isinstance(host, np.ndarray)]) == len(hosts):
+            if not at_once and sum(map(_n_bytes, hosts)) >= _LARGE:
+                hosts = sources = [np.ascontiguousarray(host).reshape(host.shape) for host in hosts]
+            adapter = _that_makes_copies(xs)
+            if adapter is None:
+                arrays = [new_array(host.shape, host.dtype) for host in hosts]
+            else:
+                arrays = adapter.host_results(hosts)
+            if sources is None:
+                for array, host in zip(arrays, hosts, strict=True):
+                    array[...] = host
         else:
-            array = view(host)
-            rows.arrays = [np.ascontiguousarray(array.reshape(1) if array.ndim == 0 else array)]
-        rows._originals = {}
+            arrays = [_copied(host) for host in hosts]
+        results = cls(arrays, fresh=True)
+        results._xs = xs
+        if sources is not None:
+            results._sources = _native.Tensors(sources, writable=False)
+        return results
+
+    @classmethod
+    def of_rows(cls, x: Array) -> Memory:
+        """Return `x`, for reading only, as rows along its first dimension; a number is one row."""
+        host = _readable(_array(x))
+        if host.ndim == 0:
+            host = host.reshape(1)
+        is_numpys = isinstance(host, np.ndarray)
+        rows = cls.__new__(cls)
+        rows.arrays = [np.ascontiguousarray(host) if is_numpys else host.contiguous()]
         rows.tensors = _native.Tensors(rows.arrays, writable=False)
+        rows._xs = [x]
         return rows
 
     def use_c_order(self) -> None:
@@ -116,13 +136,11 @@ class HostArrays:
     def _copy(self, indices: Sequence[int]) -> None:
         global bytes_copied
         for i in indices:
-            original = exportable(self.arrays[i])
-            if not hasattr(original, "clone"):
-                original = view(original)
+            original = _readable(self.arrays[i])
             self._originals.setdefault(i, original)
-            self.arrays[i] = copy_of(original)
+            self.arrays[i] = _copied(original)
             bytes_copied += original.nbytes
-        self.tensors = _native.Tensors([exportable(x) for x in self.arrays])
+        self.tensors = _native.Tensors([adapters.to_host(x) for x in self.arrays])
 
     def fill(self) -> None:
         """Copy the sources, if there are any, into the arrays."""
@@ -146,13 +164,24 @@ class HostArrays:
         for i, original in self._originals.items():
             original[...] = self.arrays[i]
 
+    def describe(self, names: Sequence[str]) -> list[str]:
+        return described(self.tensors, names)
+
     def seen(self) -> list[Array]:
         """Return the arrays as a compressor's hooks see them."""
         self.fill()
         return [view(x) for x in self.arrays]
 
-    def describe(self, names: Sequence[str]) -> list[str]:
-        return described(self.tensors, names)
+    def results(self) -> list[Array]:
+        """Return the arrays, which are new and complete, in the types of the caller's."""
+        adapter = _that_makes_copies(self._xs)
+        if adapter is not None:
+            return adapter.from_results(self.arrays, self._xs)
+        return list(map(adapters.from_numpy, self.arrays, self._xs))
+
+    def part(self, rows: slice) -> Array:
+        """Return a copy of some rows of the only array, in the type of the caller's."""
+        return adapters.from_numpy(_copied(self.arrays[0][rows]), self._xs[0])
 
     # For rows.
 
@@ -168,22 +197,13 @@ class HostArrays:
     def copy(self, source: _native.Tensors, to: _native.Tensors) -> None:
         source.copy_to(to)
 
-    def result(self, array: Array, x: Array) -> Array:
-        """Return `array`, which is new and complete, in the type of `x`."""
-        return like(array, x)
-
-    def results(self, arrays: Sequence[Array], xs: Sequence[Array]) -> list[Array]:
-        """Return each of `copies_of(xs)` or `results_of(xs)` in the type of its x."""
-        return results_like(arrays, xs)
-
-    def part(self, array: Array, rows: slice, x: Array) -> Array:
-        """Return a copy of some rows of `array` in the type of `x`."""
-        part = array[rows]
-        return like(_copied(part) if isinstance(part, np.ndarray) else part.clone(), x)
+    def result(self, array: Array) -> Array:
+        """Return `array`, which `empty` made and is complete, in the type of the caller's."""
+        return adapters.from_numpy(array, self._xs[0])
 
 
-class GpuArrays:
-    """Like HostArrays, for arrays of one GPU, in stream order: nothing here waits for the GPU.
+class GpuMemory(Memory):
+    """Arrays of one GPU, in stream order: nothing here waits for the GPU.
 
     Created, begun and ended by the caller's thread, since every thread has its own current stream.
     `begin` marks the point in that stream from which on the operation may use the memory; for an
@@ -195,12 +215,12 @@ class GpuArrays:
         self, arrays: Sequence[Array], stream: CommunicationStream, *, fresh: bool = False
     ) -> None:
         self.arrays = list(arrays)
+        self._originals = {}
         self.stream = stream
         self._queue = stream.queue
         self.fresh = fresh
         self._begun = False
         self._is_ours = False
-        self._originals: dict[int, Array] = {}
         self._adapters: dict[type, tuple[Adapter, Array]] = {}
         for x in self.arrays:
             if type(x) not in self._adapters:
@@ -219,8 +239,16 @@ class GpuArrays:
             self._copy(strided)
 
     @classmethod
-    def of_rows(cls, x: Array, stream: CommunicationStream) -> GpuArrays:
+    def results_on(cls, xs: Sequence[Array], stream: CommunicationStream) -> GpuMemory:
+        """Return new arrays with the contents of `xs`: see `Group.results`."""
+        results = cls([copy_of(x) for x in xs], stream, fresh=True)
+        results._xs = xs
+        return results
+
+    @classmethod
+    def rows_on(cls, x: Array, stream: CommunicationStream) -> GpuMemory:
         rows = cls([x if len(x.shape) else x.reshape((1,))], stream, fresh=True)
+        rows._xs = [x]
         rows.use_c_order()
         return rows
 
@@ -262,18 +290,18 @@ class GpuArrays:
             else:
                 self._queue.synchronize()
 
-    def write_back(self) -> None:
-        for i, original in self._originals.items():
-            original[...] = self.arrays[i]
-
     def _streams(self) -> set[int | None]:
         return {adapter.stream(x) for adapter, x in self._adapters.values()}
 
     def seen(self) -> list[Array]:
         return self.arrays
 
-    def describe(self, names: Sequence[str]) -> list[str]:
-        return described(self.tensors, names)
+    def results(self) -> list[Array]:
+        return [self._finished(array, x) for array, x in zip(self.arrays, self._xs, strict=True)]
+
+    def part(self, rows: slice) -> Array:
+        x = self._xs[0]
+        return adapters.adapter_of(x).copy(self._finished(self.arrays[0], x)[rows])
 
     def empty(self, n_rows: int) -> tuple[Array, _native.Tensors]:
         ((adapter, x),) = self._adapters.values()
@@ -291,7 +319,10 @@ class GpuArrays:
     def copy(self, source: _native.Tensors, to: _native.Tensors) -> None:
         self._queue.copy(source, to)
 
-    def result(self, array: Array, x: Array) -> Array:
+    def result(self, array: Array) -> Array:
+        return self._finished(array, self._xs[0])
+
+    def _finished(self, array: Array, x: Array) -> Array:
         adapter = adapters.adapter_of(x)
         result = adapter.finished(array, self._queue)
         stream = adapter.stream(x)
@@ -301,12 +332,6 @@ class GpuArrays:
         copy = adapter.copy(result)
         self._queue.hold(result, stream)
         return copy
-
-    def results(self, arrays: Sequence[Array], xs: Sequence[Array]) -> list[Array]:
-        return [self.result(array, x) for array, x in zip(arrays, xs, strict=True)]
-
-    def part(self, array: Array, rows: slice, x: Array) -> Array:
-        return adapters.adapter_of(x).copy(self.result(array, x)[rows])
 
 
 def described(tensors: _native.Tensors, names: Sequence[str]) -> list[str]:
@@ -337,7 +362,7 @@ def check_changeable(arrays: Sequence[Array]) -> None:
         ) from None
 
 
-def check_apart(memory: HostArrays | GpuArrays, names: Sequence[str], label: str) -> None:
+def check_apart(memory: Memory, names: Sequence[str], label: str) -> None:
     """Raise ValueError if arrays that are to be reduced in place share memory."""
     for first, second, _, same in memory.overlaps:
         a, b = (
@@ -357,35 +382,15 @@ def check_apart(memory: HostArrays | GpuArrays, names: Sequence[str], label: str
         )
 
 
-def exportable(x: Array) -> Array:
-    """Return `x` as an object whose memory the core can read."""
-    if isinstance(x, (np.ndarray, memoryview, array.array, bytearray)):
-        return x
-    return adapters.to_host(x)
+def _array(x: Array, reduced: bool = False) -> Array:
+    """Return `x`, or a Python number as an array of its own type, which moving preserves.
 
-
-def readable(x: Array) -> Array:
-    """Return `exportable(x)`, whose numbers are to be copied into another array."""
-    if hasattr(x, "resolve_conj"):  # torch, which conjugates and negates at the first use
-        x = x.resolve_conj().resolve_neg()
-    host = exportable(x)
-    if isinstance(host, np.ndarray) and type(host) is not np.ndarray:
-        _native.Tensors([host], writable=False)  # a copy would no longer show what it refuses
-    return host
-
-
-def view(x: Array) -> NDArray[Any]:
-    """Return `x` as a NumPy array over the same memory."""
-    host = exportable(x)
-    if isinstance(host, (np.ndarray, np.generic)) or not hasattr(host, "__dlpack__"):
-        return np.asarray(host)
-    return np.from_dlpack(host)
-
-
-def array_of(x: Array) -> Array:
-    """Return `x`, or a Python number as an array of its own type, which moving preserves."""
+    If it is to be reduced, always of float64: another rank may pass 0.5.
+    """
     if not isinstance(x, (bool, int, float)):
-        return np.array(x) if isinstance(x, complex) else x
+        return x
+    if reduced:
+        return adapters.exact(np.array(x, np.float64), x)
     dtype = np.bool_ if isinstance(x, bool) else np.int64 if isinstance(x, int) else np.float64
     try:
         return np.array(x, dtype)
@@ -396,6 +401,31 @@ def array_of(x: Array) -> Array:
         ) from None
 
 
+def _readable(x: Array) -> Array:
+    """Return `x` as a NumPy array over the same memory, whose numbers are to be copied.
+
+    Where NumPy cannot be used (dtypes that it lacks, arrays on a GPU), that is the array itself.
+    """
+    if hasattr(x, "resolve_conj"):  # torch, which conjugates and negates at the first use
+        x = x.resolve_conj().resolve_neg()
+    if gpu_of(x) is not None:
+        return x
+    host = adapters.to_host(x)
+    if not isinstance(host, np.ndarray):
+        return host if hasattr(host, "clone") else view(host)
+    if type(host) is not np.ndarray:
+        _native.Tensors([host], writable=False)  # a copy would no longer show what it refuses
+    return host
+
+
+def view(x: Array) -> NDArray[Any]:
+    """Return `x` as a NumPy array over the same memory."""
+    host = adapters.to_host(x)
+    if isinstance(host, (np.ndarray, np.generic)) or not hasattr(host, "__dlpack__"):
+        return np.asarray(host)
+    return np.from_dlpack(host)
+
+
 def new_array(shape: Sequence[int], dtype: np.dtype[Any]) -> NDArray[Any]:
     """Return a new, uninitialized array in C order."""
     n_bytes = prod(shape) * dtype.itemsize
@@ -404,67 +434,17 @@ def new_array(shape: Sequence[int], dtype: np.dtype[Any]) -> NDArray[Any]:
     return MEMORY.arrays([n_bytes])[0].view(dtype).reshape(shape)
 
 
-def _copied(x: NDArray[Any] | np.generic) -> NDArray[Any]:
-    copy = new_array(x.shape, x.dtype)
-    copy[...] = x
-    return copy
-
-
 def copy_of(x: Array) -> Array:
-    """Return a writable, dense copy, to be reduced in place and returned through `like`."""
-    if isinstance(x, (bool, int, float)):
-        return adapters.exact(np.array(x, np.float64), x)  # always: another rank may pass 0.5
-    if gpu_of(x) is not None:
-        return adapters.adapter_of(x).copy(x)
-    host = readable(x)
-    if isinstance(host, (np.ndarray, np.generic)):
-        return _copied(host)
-    if hasattr(host, "clone"):  # torch, if NumPy lacks the dtype
-        return host.clone(memory_format=sys.modules["torch"].contiguous_format)
-    return _copied(view(host))
+    """Return a writable, dense copy, on the same device: a NumPy array where that is possible."""
+    return _copied(x if type(x) is np.ndarray else _readable(_array(x, reduced=True)))
 
 
-def copies_of(xs: Sequence[Array]) -> list[Array]:
-    """Return `copy_of` each, to be returned through `results_like`."""
-    adapter = _that_makes_copies(xs)
-    if adapter is None or any(gpu_of(x) is not None for x in xs):
-        return [copy_of(x) for x in xs]
-    views = [adapter.value(x) for x in xs]
-    copies: list[Array] = adapter.host_results(views)
-    for copy, view_of_x in zip(copies, views, strict=True):
-        np.copyto(copy, view_of_x)
-    return copies
-
-
-def results_of(xs: Sequence[Array]) -> tuple[list[Array], list[NDArray[Any]] | None]:
-    """Return new arrays for the results of reducing `xs`, and their sources: see `HostArrays`.
-
-    If the sources are None, the arrays are copies. Return them to the caller through
-    `results_like`, as those of `copies_of`.
-    """
-    sizes = [getattr(x, "nbytes", 0) for x in xs]  # a method in tinygrad
-    n_bytes = sum(size for size in sizes if isinstance(size, int))
-    if n_bytes < _LARGE or any(gpu_of(x) is not None for x in xs):
-        return copies_of(xs), None
-    adapter = _that_makes_copies(xs)
-    views = [readable(x) if adapter is None else adapter.value(x) for x in xs]
-    if not all(isinstance(view_of_x, np.ndarray) for view_of_x in views):
-        return copies_of(xs), None
-    sources = [np.ascontiguousarray(view_of_x).reshape(view_of_x.shape) for view_of_x in views]
-    if adapter is None:
-        return [new_array(source.shape, source.dtype) for source in sources], sources
-    return list(adapter.host_results(sources)), sources
-
-
-def results_like(results: Sequence[Array], xs: Sequence[Array]) -> list[Array]:
-    """Convert results, made by `copies_of` or `results_of`, to the types of `xs`.
-
-    Uses only the types of `xs`, whose memory may have been freed meanwhile.
-    """
-    adapter = _that_makes_copies(xs)
-    if adapter is None:
-        return [like(result, x) for result, x in zip(results, xs, strict=True)]
-    return adapter.from_results(results)
+def _copied(host: Array) -> Array:
+    if not isinstance(host, np.ndarray):
+        return adapters.adapter_of(host).copy(host)
+    copy = new_array(host.shape, host.dtype)
+    copy[...] = host
+    return copy
 
 
 def _that_makes_copies(xs: Sequence[Array]) -> Adapter | None:
@@ -474,10 +454,3 @@ def _that_makes_copies(xs: Sequence[Array]) -> Adapter | None:
         return None
     adapter = adapters.adapter_of(xs[0])
     return adapter if adapter.makes_copies else None
-
-
-def like(result: Array, x: Array) -> Array:
-    """Convert `result` to the type of `x`."""
-    if isinstance(x, (bool, int, float, complex)) and not isinstance(x, np.generic):
-        return result.item() if result.ndim == 0 else result
-    return adapters.from_numpy(result, x) if isinstance(result, np.ndarray) else result

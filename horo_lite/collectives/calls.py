@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horo_lite import _native, arguments
-from horo_lite.collectives.arrays import Array, GpuArrays, HostArrays
+from horo_lite.collectives.arrays import Array, Memory
 from horo_lite.collectives.participation import (
     ArraySpec,
     described_by,
@@ -54,7 +54,7 @@ class Part:
         label: The operation's name in messages and records. The group sets it.
     """
 
-    memory: HostArrays | GpuArrays = field(default_factory=lambda: HostArrays([], fresh=True))
+    memory: Memory = field(default_factory=lambda: Memory([], fresh=True))
     weight: float | None = None
     splits: NDArray[np.int64] | None = None
     data: bytes = b""
@@ -180,7 +180,7 @@ def _take_part(
             group.run(call, part)
 
 
-def used_by_all(transport: Transport, memory: HostArrays | GpuArrays) -> Transport:
+def used_by_all(transport: Transport, memory: Memory) -> Transport:
     """Return the transport for the arrays' device, on the engine's thread of every rank."""
     return transport if memory.stream is None else memory.stream.transport_of_all()
 
@@ -403,13 +403,13 @@ class AllGatherBytes(Call[list[bytes]]):
         return lambda: everyone
 
 
-def rows_and_row(rows: HostArrays | GpuArrays) -> tuple[int, str]:
+def rows_and_row(rows: Memory) -> tuple[int, str]:
     """Return the number of rows, and a description of their dtype and shape."""
     n_rows, *row = rows.tensors.shape(0)
     return n_rows, f"{rows.tensors.describe(0).rpartition('[')[0]} rows of {row}"
 
 
-def _row_bytes(rows: HostArrays | GpuArrays) -> int:
+def _row_bytes(rows: Memory) -> int:
     return prod(rows.tensors.shape(0)[1:]) * rows.tensors.itemsize(0)
 
 

@@ -11,10 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, TypeVar
 from weakref import WeakSet
 
-from numpy.typing import NDArray
-
 from horo_lite import _native
-from horo_lite.collectives.arrays import Array, GpuArrays, HostArrays, gpu_of
+from horo_lite.collectives.arrays import Array, GpuMemory, Memory, gpu_of
 from horo_lite.collectives.calls import Call, Finish, Part
 from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.handle import Handle
@@ -447,22 +445,37 @@ class Group:
             )
         return stream
 
-    def memory(
-        self,
-        arrays: Sequence[Array],
-        *,
-        fresh: bool = False,
-        sources: Sequence[NDArray[Any]] | None = None,
-        asynchronous: bool = False,
-    ) -> HostArrays | GpuArrays:
-        stream = self.stream(gpu_of(arrays[0]) if len(arrays) else None, asynchronous)
-        if stream is None:
-            return HostArrays(arrays, fresh=fresh, sources=sources)
-        return GpuArrays(arrays, stream, fresh=fresh)
+    def memory(self, arrays: Sequence[Array], *, asynchronous: bool = False) -> Memory:
+        """Return the memory of arrays that an operation changes in place."""
+        stream = self._stream_of(arrays, asynchronous)
+        return Memory(arrays) if stream is None else GpuMemory(arrays, stream)
 
-    def rows(self, x: Array, asynchronous: bool = False) -> HostArrays | GpuArrays:
-        stream = self.stream(gpu_of(x), asynchronous)
-        return HostArrays.of_rows(x) if stream is None else GpuArrays.of_rows(x, stream)
+    def results(
+        self, xs: Sequence[Array], *, asynchronous: bool = False, reduced: bool = True
+    ) -> Memory:
+        """Return new arrays, with the contents of `xs`, that an operation turns into its results.
+
+        Large arrays are not copied before the operation begins, or not at all if the transport can
+        read from `xs`, unless it is `asynchronous`: `xs` may then change at once.
+
+        Args:
+            xs: Arrays or numbers, which are not changed.
+            asynchronous: Whether the operation is.
+            reduced: Whether it computes: numbers are then float64, otherwise of their own type.
+        """
+        stream = self._stream_of(xs, asynchronous)
+        if stream is None:
+            return Memory.of_results(xs, at_once=asynchronous, reduced=reduced)
+        return GpuMemory.results_on(xs, stream)
+
+    def rows(self, x: Array, *, asynchronous: bool = False) -> Memory:
+        """Return the rows of an array that an operation only reads."""
+        stream = self._stream_of([x], asynchronous)
+        return Memory.of_rows(x) if stream is None else GpuMemory.rows_on(x, stream)
+
+    def _stream_of(self, xs: Sequence[Array], asynchronous: bool) -> CommunicationStream | None:
+        gpu = gpu_of(xs[0]) if len(xs) else None
+        return None if gpu is None else self.stream(gpu, asynchronous)
 
     # How asynchronous calls run.
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from horo_lite import ops
 from horo_lite.adapters.jax import MEMORY
-from horo_lite.collectives.arrays import HostArrays
+from horo_lite.collectives.arrays import Memory
 from horo_lite.collectives.calls import Part
 from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.group import Group
@@ -146,7 +146,7 @@ class Allreduce(Call):
         )
 
     def check(self, dtypes: Sequence[Any]) -> None:
-        arrays = HostArrays([np.empty(0, dtype) for dtype in dtypes], fresh=True)
+        arrays = Memory([np.empty(0, dtype) for dtype in dtypes], fresh=True)
         part = Part(arrays, weight=1.0 if self.weighted else None)
         factors = self.prescale_factor, self.postscale_factor
         AllReduce(self.name, self.op, self.compression, *factors).check(part)

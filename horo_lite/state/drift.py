@@ -309,9 +309,8 @@ class _Check:
 
     def _downloaded(self, value: Any) -> Tensors:
         """Copy an array from a GPU into host memory, which the next call overwrites."""
-        memory = self._group.memory([value], fresh=True)  # only read
+        memory = self._group.rows(value)
         assert memory.stream is not None
-        memory.use_c_order()
         memory.begin()
         if self._staging is None:
             self._staging = _native.Staging(memory.stream.queue)

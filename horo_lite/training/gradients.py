@@ -9,7 +9,7 @@ from functools import wraps
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from horo_lite.collectives.arrays import like
+from horo_lite.adapters import from_numpy
 from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.reductions import Average, Op
 from horo_lite.state.trees import Node, Tree, dataclass_node
@@ -73,7 +73,7 @@ def average_gradients(
         return traced
     results = _transform(options, names, name)(names, arrays, weight)
     averages: T = tree.copied(
-        result if leaf is None else like(result, leaf)
+        result if leaf is None else from_numpy(result, leaf)
         for result, leaf in zip(results, arrays, strict=True)
     )
     return averages

@@ -15,9 +15,9 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from horo_lite._native import Tensors, fingerprints
-from horo_lite.adapters import Adapter, adapter_of
+from horo_lite.adapters import Adapter, adapter_of, to_host
 from horo_lite.adapters.object import Named, name_leaves
-from horo_lite.collectives.arrays import Array, copy_of, exportable, gpu_of
+from horo_lite.collectives.arrays import Array, copy_of, gpu_of
 from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.reductions import Average, Op
 from horo_lite.context import on_renewed
@@ -578,7 +578,7 @@ def takes_weight(step: Callable[..., Any]) -> bool:
 
 
 def _hash(array: Array) -> int:
-    tensors = Tensors([exportable(array)], writable=False)
+    tensors = Tensors([to_host(array)], writable=False)
     if tensors.strided:
         tensors = Tensors([copy_of(array)])
     return fingerprints(tensors)[0]

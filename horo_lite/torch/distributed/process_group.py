@@ -20,7 +20,7 @@ from torch import distributed as dist
 
 from horo_lite import _native, context
 from horo_lite.collectives import arithmetic
-from horo_lite.collectives.arrays import HostArrays
+from horo_lite.collectives.arrays import Memory
 from horo_lite.collectives.calls import Call, Part
 from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.group import Group
@@ -399,7 +399,7 @@ class ProcessGroup(dist.ProcessGroup):
             raise ArgumentError(_meaningless(what, o.op, tensors[0]))
         if is_bool:
             memory = [x.view(torch.uint8) for x in memory]
-        part = Part(HostArrays(memory, fresh=True), shared=shared)
+        part = Part(Memory(memory, fresh=True), shared=shared)
         call = _all_reduce(ops[o.op], compression, o.factor, names)
         call.check(part)
         return self._issue(what, call, part, results, o, staged)
@@ -472,7 +472,7 @@ class ProcessGroup(dist.ProcessGroup):
             staged.do_after(lambda _: _copy_to_all(copy, given))
         memory = staged.in_place([chosen])
         contract = f"from rank {self._world_ranks[root]}: {described(memory)}"
-        part = Part(HostArrays([as_bytes(x) for x in memory], fresh=True))
+        part = Part(Memory([as_bytes(x) for x in memory], fresh=True))
         call = Broadcast(contract=contract, root=root)
         return self._issue("broadcast", call, part, given, o, staged)
 
