@@ -88,7 +88,9 @@ class Options:
     def _check_reduction(self) -> None:
         allowed = (Average, Sum, Adasum) if self.takes_adasum else (Average, Sum)
         if self.op not in allowed:
-            names = "op=Average, Sum or Adasum" if self.takes_adasum else "op=Average or Sum"
+            names = (
+                "op=Average, op=Sum or op=Adasum" if self.takes_adasum else "op=Average or op=Sum"
+            )
             raise ValueError(f"gradients take {names}, not {getattr(self.op, 'name', self.op)}")
         if self.adasum_of not in ("steps", "gradients"):
             raise ValueError(f'adasum_of must be "steps" or "gradients", not {self.adasum_of!r}')

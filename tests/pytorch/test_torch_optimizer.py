@@ -484,7 +484,7 @@ def test_wrong_arguments() -> None:
             "lacks 1": {"named_parameters": named[1:]},
             "pairs": {"named_parameters": list(net.parameters())},
             "must be 1 or more": {"backward_passes_per_step": 0},
-            "op=Average, Sum or Adasum": {"op": Min},
+            "op=Average, op=Sum or op=Adasum": {"op": Min},
             "needs op=Average": {"op": Sum, "gradient_predivide_factor": 2.0},
             "more than 0": {"gradient_predivide_factor": 0.0},
             "0 or more": {"num_groups": -1},
