@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import sys
 from typing import Any
 
 import numpy as np
 import pytest
-from horovod_scripts import figures, run_script
+from horovod_scripts import SCRIPTS, figures, run_script
 from launch import TESTS
 from oracle import adasum_reference
+from worlds import script_on_ranks
+
+from horo_lite.horovod import aliases
 
 LIMIT_S = 120
 needs = [
@@ -24,13 +29,26 @@ def run(script: str, n: int, *args: object, hosts: str = "", path: str = "") -> 
     return run_script(script, n, *args, timeout_s=LIMIT_S, env=env, path=path)
 
 
+def printed_by(script: str, n: int, *args: object) -> str:
+    """Return the output of the script on ranks on which `horovod` is this package."""
+    path = os.pathsep.join([aliases.PATH, *sys.path])
+    return script_on_ranks(
+        SCRIPTS / script,
+        n,
+        args=[str(arg) for arg in args],
+        job_env={"HORO_LITE_DEVICE": "cpu", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        timeout_s=LIMIT_S,
+    ).stdout
+
+
+@pytest.mark.served
 def test_digits_and_accumulation() -> None:
     """The learning rate is the same after the script has multiplied it by the number of ranks."""
-    whole = figures(run("pytorch_digits.py", 1, "--batch-size", 64, "--lr", 0.08), 1)
+    whole = figures(printed_by("pytorch_digits.py", 1, "--batch-size", 64, "--lr", 0.08), 1)
     assert whole[1] < 0.97 * whole[0]
     # On each rank two passes of 16: the script divides the loss by the passes.
     options = ["--batches-per-allreduce", 2, "--gradient-predivide-factor", 2]
-    passes = run("pytorch_digits.py", 2, "--batch-size", 16, "--lr", 0.02, *options)
+    passes = printed_by("pytorch_digits.py", 2, "--batch-size", 16, "--lr", 0.02, *options)
     assert figures(passes, 2) == pytest.approx(whole, rel=2e-4)
 
 
@@ -39,12 +57,14 @@ def test_the_synthetic_benchmark() -> None:
     assert "Total img/sec on 2 CPU(s): " in run("pytorch_synthetic.py", 2)
 
 
+@pytest.mark.served
 def test_elastic_training_over_two_hosts() -> None:
-    alone = figures(run("pytorch_elastic.py", 1), 1)
+    alone = figures(printed_by("pytorch_elastic.py", 1), 1)
     both = figures(run("pytorch_elastic.py", 2, hosts="1,1"), 2)
     assert both == pytest.approx(alone, rel=1e-5)
 
 
+@pytest.mark.served
 def test_adasum_of_the_ranks_steps() -> None:
     """As if both ranks' models and optimizers were in one process, with the formula in between."""
     import torch
@@ -70,12 +90,13 @@ def test_adasum_of_the_ranks_steps() -> None:
             for p in moved:
                 p.data.copy_(value + torch.from_numpy(np.asarray(combined)))
     total = sum(p.detach().abs().sum().item() for p in models[0].parameters())
-    found = figures(run("pytorch_adasum.py", 2), 2)
+    found = figures(printed_by("pytorch_adasum.py", 2), 2)
     assert found == pytest.approx([total], abs=1e-6)
 
 
+@pytest.mark.served
 def test_a_library_that_imports_horovod() -> None:
-    whole = figures(run("with_a_library.py", 1), 1)
+    whole = figures(printed_by("with_a_library.py", 1), 1)
     assert whole[1] < whole[0]
     assert figures(run("with_a_library.py", 2), 2) == pytest.approx(whole, rel=1e-4)
 
