@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from launch import run_ranks, start_ranks
+from worlds import script_on_ranks
 
 import horo_lite as hvd
 
@@ -16,14 +17,16 @@ MESSAGES = Path(__file__).with_name("send_recv_ranks.py")
 POLLS = Path(__file__).with_name("poll_ranks.py")
 
 
+@pytest.mark.served
 @pytest.mark.parametrize("hosts", ["", "1,1,1", "2,1"])
 def test_messages(hosts: str) -> None:
-    result = run_ranks(MESSAGES, 3, env={"HORO_LITE_TEST_HOSTS": hosts}, timeout_s=60).check()
+    result = script_on_ranks(MESSAGES, 3, env={"HORO_LITE_TEST_HOSTS": hosts}, timeout_s=60)
     assert result.stdout.count("done") == 4
 
 
+@pytest.mark.served
 def test_alone_there_is_nobody_to_write_to() -> None:
-    run_ranks(
+    script_on_ranks(
         """
         import numpy as np
         import horo_lite as hvd
@@ -45,8 +48,7 @@ def test_alone_there_is_nobody_to_write_to() -> None:
                     raise AssertionError("there is nobody")
         """,
         1,
-        launcher=False,
-    ).check()
+    )
 
 
 TUTORIAL = """
@@ -212,10 +214,11 @@ def test_what_finds_no_room_is_sent_while_its_sender_is_elsewhere() -> None:
     assert result.stdout.count("end") == 2, str(result)
 
 
+@pytest.mark.served
 def test_the_tutorial_of_torch_distributed() -> None:
     """Its ring and its trainer, rewritten."""
     pytest.importorskip("torch")
-    run_ranks(TUTORIAL, 3, timeout_s=60).check()
+    script_on_ranks(TUTORIAL, 3, timeout_s=60)
 
 
 def test_what_was_sent_before_its_sender_left_is_received_however_late_it_comes() -> None:
