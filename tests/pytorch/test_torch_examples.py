@@ -37,6 +37,7 @@ def numbers(pattern: str, result: Result) -> list[float]:
     return [float(number.replace(",", "")) for number in found]
 
 
+@pytest.mark.served
 @pytest.mark.mpi
 @pytest.mark.parametrize(
     ("size", "flags"),
