@@ -577,7 +577,7 @@ assert [float(s) for s in [score(i + 100.0 * rank) for i in range(30)]] == [
         2,
         way,
         # A pool of one thread, which an operation blocks.
-        XLA_FLAGS="--xla_cpu_multi_thread_eigen=false",
+        xla_flags="--xla_cpu_multi_thread_eigen=false",
     )
 
 
