@@ -32,7 +32,6 @@ from horo_lite.launch.jobs import OF_A_LAUNCHER, LauncherWatch
 
 if TYPE_CHECKING:
     from horo_lite._native import StallDetector
-
     from horo_lite.collectives.group import Group
 
 T = TypeVar("T")
@@ -432,7 +431,6 @@ def run_threads(
     which.
     """
     from horo_lite._native import thread_group
-
     from horo_lite.collectives.group import Group
     from horo_lite.transports.shm import ShmTransport
 
