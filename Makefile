@@ -134,7 +134,7 @@ test: $(QUICK_READY) ## run the tests that launch no job, and a job of each kind
 	$(MPI_DEMAND) $(PY) -m pytest -m "$(IN_QUICK)" $(call at_once,2) $(ARGS) $(SELECTED)
 	@echo "make test: passed. Not run: most tests that launch jobs, under Open MPI and MPICH: make test-rest"
 
-test-all: test test-rest ## run all tests, under Open MPI and under MPICH (25 minutes)
+test-all: test test-rest ## run all tests, under Open MPI and under MPICH (20 minutes)
 
 test-rest: $(TEST_READY) ## run the tests that `make test` leaves out
 	$(MPI_DEMAND) $(PY) -m pytest --in-files-with served -m "served and not quick" $(ARGS) $(SELECTED)

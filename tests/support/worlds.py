@@ -63,11 +63,12 @@ def on_ranks(
     """Return the results, by rank, of `function(*args)`, called by all ranks of a world.
 
     `function` is at the top level of an importable file, and calls `hvd.init()` itself; the rank
-    calls `hvd.shutdown()` if it has not. `args` and results are pickled. `hosts` and `env` are as
-    HORO_LITE_TEST_HOSTS and variables of a job; those in `job_env` are set when the ranks start,
-    for what an import reads. After RankError, which holds
-    all ranks' exceptions with the values of their variables and their output, the next test has a
-    new world.
+    calls `hvd.shutdown()` afterwards. `args` and results are pickled. `hosts` becomes
+    HORO_LITE_TEST_HOSTS. Variables in `env` are set during the call; those in `job_env` when the
+    ranks start, for what an import reads.
+
+    RankError holds all ranks' exceptions, with the values of their variables, and their output. It
+    ends the world: the next test has a new one.
     """
     sys.audit(ON_RANKS)
     call = _Call(
