@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from launch import Job, environment, run_ranks
 from without_mpi import started
+from worlds import script_on_ranks
 
 pytestmark = pytest.mark.launches
 
@@ -28,12 +29,17 @@ def test_collectives_as_gloo_does_them(tmp_path: Path) -> None:
         assert job.wait(90).check().stdout.count("right") == 3
 
 
+@pytest.mark.served
 @pytest.mark.mpi
-@pytest.mark.parametrize(("hosts", "level"), [("2,1", "multiple"), ("3", "single")])
-def test_collectives_between_hosts_and_where_one_thread_may_call_mpi(
-    hosts: str, level: str
-) -> None:
-    env = {"HORO_LITE_TEST_HOSTS": hosts, "MPI4PY_RC_THREAD_LEVEL": level}
+def test_collectives_between_hosts() -> None:
+    env = {"HORO_LITE_TEST_HOSTS": "2,1"}
+    result = script_on_ranks(HERE / "backend_ranks.py", 3, env=env, timeout_s=90)
+    assert result.stdout.count("right") == 3
+
+
+@pytest.mark.mpi
+def test_collectives_where_only_one_thread_may_call_mpi() -> None:
+    env = {"MPI4PY_RC_THREAD_LEVEL": "single"}
     result = run_ranks(HERE / "backend_ranks.py", 3, env=env, timeout_s=90).check()
     assert result.stdout.count("right") == 3
 
