@@ -22,6 +22,7 @@ from horo_lite.ops import irecv, isend, recv, send
 from horo_lite.start.trace import start_timeline, stop_timeline
 from horo_lite.torch import elastic
 from horo_lite.torch.compression import Compression
+from horo_lite.torch.data_parallel import DistributedDataParallel
 from horo_lite.torch.functions import *
 from horo_lite.torch.mpi_ops import *
 from horo_lite.torch.optimizer import DistributedOptimizer
