@@ -291,8 +291,10 @@ def _answer(call: _Call) -> tuple[object, str]:
             finally:
                 hvd.shutdown()
             after = _state()
-            if after != before:
+            until = time.monotonic() + 2
+            while after != before and time.monotonic() < until:  # a thread may be about to end
                 gc.collect()
+                time.sleep(0.05)
                 after = _state()
     except BaseException as error:
         shown = traceback.TracebackException.from_exception(error, capture_locals=True)
