@@ -146,7 +146,7 @@ ifndef MPIEXEC
 	HORO_LITE_TEST_MPI=mpich $(MPICH)/bin/python -m pytest --in-files-with mpi -m "mpi and two_at_a_time" $(call at_once,2) $(ARGS) $(SELECTED)
 endif
 
-mutants: $(QUICK_READY) ## check that `make test` finds one-line changes that matter: MUTANTS="weight fp16", or all (up to half an hour)
+mutants: $(QUICK_READY) ## check that `make test` finds one-line changes that matter: MUTANTS="weight fp16", or all (12 minutes)
 	@$(MPI_DEMAND) $(PY) tests/mutants.py $(MUTANTS) -- -m "$(IN_QUICK)" $(call at_once,2) $(ARGS)
 
 test-frameworks: $(addprefix framework-,$(FRAMEWORKS)) ## test JAX, Keras, NNabla and more, each in its own environment
