@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
@@ -210,10 +211,16 @@ def explain(label: str, descriptions: Sequence[str], ranks: Sequence[int] = ()) 
         whose.setdefault(text, []).append(ranks[rank] if ranks else rank)
     who = "; ".join(f"{ranks_in_words(ranks)}: {text}" for text, ranks in whose.items())
     # Asynchronous operations are matched by name, in any order; the first line is the label.
-    is_matched_by_name = label.endswith("'") and i > 0
-    advice = (
-        "Operations of one name must have the same shapes, dtypes and options on every rank."
-        if is_matched_by_name
-        else "Every rank must make the same calls in the same order with the same options."
-    )
+    # Those without a name are numbered, in horo_lite.torch as Horovod's: 'noname.1'.
+    if re.search(r"( number |'noname\.)\d", label):
+        advice = (
+            "Operations without a name are matched by their number: every rank must begin them "
+            "in the same order, or give them names (name=)."
+        )
+    elif label.endswith("'") and i > 0:
+        advice = (
+            "Operations of one name must have the same shapes, dtypes and options on every rank."
+        )
+    else:
+        advice = "Every rank must make the same calls in the same order with the same options."
     return f"ranks disagree on {label}: first difference: {who}. {advice}"

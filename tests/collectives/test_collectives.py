@@ -14,6 +14,7 @@ import horo_lite as hvd
 from horo_lite import _native, ops
 from horo_lite.collectives.calls import AllGather, Part
 from horo_lite.transports import Transport
+from horo_lite.transports.agreement import explain
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -74,7 +75,9 @@ def test_only_a_mismatch_of_unnamed_operations_advises_their_order(name: str) ->
     for named, unnamed in run_threads(2, rank):
         assert "Operations of one name must have the same shapes" in named
         assert "in the same order" not in named
-        assert "in the same order" in unnamed
+        assert "in the same order, or give them names" in unnamed
+    # As horo_lite.torch names them.
+    assert "give them names" in explain("allreduce 'noname.1'", ["", "float32[2]"])
 
 
 def test_an_error_of_one_rank_in_an_operation_under_way_is_reported_to_all(
