@@ -44,8 +44,6 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"{optimizer!r} is not an optimizer of mlx.optimizers")
-    if isinstance(optimizer, Averaging):
-        raise TypeError("this optimizer is already a DistributedOptimizer: wrap it only once")
     Options(op=op, compression=compression, group=group)  # checks them
 
     def average(gradients: Any, weight: float | None) -> Any:

@@ -15,7 +15,7 @@ from horo_lite.collectives.reductions import AnyOp, Average
 from horo_lite.horovod.gradients import Exchange, options_of, scaled
 from horo_lite.horovod.process_sets import Set, global_process_set
 from horo_lite.keras.base import Averaging, is_of_keras2, keras, name_of
-from horo_lite.state.wrapper import sharing
+from horo_lite.state.wrapper import check_unwrapped, sharing
 from horo_lite.training.options import Options, checked_passes
 from horo_lite.training.transform import Transform
 
@@ -102,8 +102,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     if not is_keras2:
         optimizer = keras.optimizers.get(optimizer)
         is_keras2 = is_of_keras2(optimizer)
-    if isinstance(optimizer, Averaging):
-        raise TypeError("this optimizer is already a DistributedOptimizer: wrap it only once")
+    check_unwrapped(optimizer)
     options = options_of(
         op, compression, process_set, group, gradient_predivide_factor, num_groups, groups
     )

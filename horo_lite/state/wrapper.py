@@ -7,6 +7,7 @@ frameworks that require an object of their class, and whose optimizers are writt
 
 from __future__ import annotations
 
+import weakref
 from functools import cache
 from typing import Any, Protocol
 
@@ -57,16 +58,40 @@ class Sharing:
         return {}
 
 
+_wrapper_of: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+
+
+def check_unwrapped(optimizer: Any) -> None:
+    """Raise unless `sharing` may wrap this optimizer, for those who change it before they call it.
+
+    Two wrappers would share one state, and so the options of the second one.
+
+    Raises:
+        TypeError: It is a wrapper.
+        ValueError: It has a wrapper, which still exists.
+    """
+    if isinstance(optimizer, Sharing):
+        raise TypeError("this optimizer is already a DistributedOptimizer: wrap it only once")
+    existing = _wrapper_of.get(optimizer)
+    if existing is not None and existing() is not None:
+        raise ValueError(
+            "this optimizer already has a DistributedOptimizer: use that one, or delete it first"
+        )
+
+
 def sharing(optimizer: Any, mixin: Any, **own: Any) -> Any:
     """Return an optimizer that shares the state of `optimizer`, with the methods of `mixin`.
 
     `mixin` is derived from Sharing. `own` is what its methods need; it is added to the state.
+    Raises as `check_unwrapped` does.
     """
+    check_unwrapped(optimizer)
     base: Any = type(optimizer)
     wrapped = object.__new__(_derived(mixin, base))
     # Set in this way, since Keras would inspect the attribute.
     object.__setattr__(wrapped, "__dict__", vars(optimizer))
     vars(wrapped).update(own)
+    _wrapper_of[optimizer] = weakref.ref(wrapped)
     return wrapped
 
 

@@ -18,13 +18,11 @@ from horo_lite.collectives.group import Group
 from horo_lite.collectives.reductions import AnyOp, Average
 from horo_lite.horovod.process_sets import Set, global_process_set, ranks_given
 from horo_lite.horovod.reductions import named_op
-from horo_lite.state.wrapper import Sharing, sharing
-from horo_lite.torch.exchange import WEIGHT_COMES_FIRST, GradientExchange, nobody
+from horo_lite.state.wrapper import Sharing, check_unwrapped, sharing
+from horo_lite.torch.exchange import WEIGHT_COMES_FIRST, GradientExchange
 from horo_lite.torch.local_steps import LocalSteps
 from horo_lite.training.optimizer import takes_weight
 from horo_lite.training.options import Options
-
-_wrapper_of: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
 
 def DistributedOptimizer(  # noqa: N802 (Horovod's name)
@@ -140,13 +138,12 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     changed: there are no hooks and no exchange.
 
     Raises:
-        ValueError: Options are invalid, the optimizer or a parameter is already wrapped, or names
-            are incomplete.
+        TypeError: It is not an optimizer of torch, or it is already a DistributedOptimizer.
+        ValueError: Options are invalid, the optimizer or a parameter already has a
+            DistributedOptimizer, or names are incomplete.
         MismatchError: In backward() or step(), on every rank, if gradients, options or learning
             rates differ between ranks.
     """
-    if isinstance(optimizer, _DistributedOptimizer):
-        raise ValueError("this optimizer is already a DistributedOptimizer: wrap it only once")
     if not isinstance(optimizer, torch.optim.Optimizer):
         is_class = isinstance(optimizer, type)
         given = f"the class {optimizer.__name__}" if is_class else type(optimizer).__name__
@@ -178,18 +175,13 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
 def _wrapped(
     optimizer: Any, named_parameters: Iterable[tuple[str, Any]] | None, options: Options
 ) -> Any:
-    wrapper = _wrapper_of.get(optimizer, nobody)()
-    if wrapper is not None:
-        raise ValueError(
-            "this optimizer already has a DistributedOptimizer: use that one, or delete it first"
-        )
+    check_unwrapped(optimizer)
     named = None if named_parameters is None else list(named_parameters)
     kind = LocalSteps if options.combines_steps else GradientExchange
     exchange = kind(optimizer, named, options)
     wrapped = sharing(optimizer, _DistributedOptimizer, _exchange=exchange)
     # The exchange ends with the wrapper, not with the optimizer.
     weakref.finalize(wrapped, wrapped.__dict__.pop, "_exchange", None).atexit = False
-    _wrapper_of[optimizer] = weakref.ref(wrapped)
     return wrapped
 
 

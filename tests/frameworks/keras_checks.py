@@ -7,6 +7,7 @@ one alone on the whole batches: the result of one process.
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import sys
 import tempfile
@@ -126,8 +127,21 @@ def check_fit_equals_one_process() -> None:
     ):
         assert type(other) is type(optimizer)
         assert float(other.learning_rate) == np.float32(0.01)
-    with pytest.raises(TypeError, match="already"):
+    with pytest.raises(TypeError, match="already a DistributedOptimizer"):
         hvd.DistributedOptimizer(optimizer)
+
+
+def check_a_second_wrapper_does_not_change_the_first() -> None:
+    inner = keras.optimizers.SGD(1.0)
+    first = hvd.DistributedOptimizer(inner, op=hvd.Sum)
+    with pytest.raises(ValueError, match="already has a DistributedOptimizer"):
+        hvd.DistributedOptimizer(inner, op=hvd.Average, backward_passes_per_step=2)
+    assert inner.gradient_accumulation_steps is None
+    assert applied(first, [1.0, 2.0]) == [2.0 - world.size, 3.0 - 2 * world.size]
+    del first
+    gc.collect()
+    again = hvd.DistributedOptimizer(inner, op=hvd.Average)
+    assert [float(v) for v in (again.learning_rate, again.iterations)] == [1.0, 1.0]
 
 
 class Twins(keras.Model):  # type: ignore[misc]

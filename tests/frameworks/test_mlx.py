@@ -154,7 +154,13 @@ bad = {"w": mx.ones(2)} | ({} if rank else {"extra": mx.ones(2)})
 refused(hvd.MismatchError, step, "extra", "rank 0")
 bad = {"w": mx.array([1.0 + rank])}
 assert step()["w"].item() == 1 + rank - 1.5
-refused(TypeError, lambda: hvd.DistributedOptimizer(opt), "already")
+refused(TypeError, lambda: hvd.DistributedOptimizer(opt), "already a DistributedOptimizer")
+inner = optim.SGD(learning_rate=1.0)
+opt = hvd.DistributedOptimizer(inner, op=hvd.Sum)
+again = lambda: hvd.DistributedOptimizer(inner, op=hvd.Average)
+refused(ValueError, again, "already has a DistributedOptimizer")
+bad = {"w": mx.ones(1)}
+assert step()["w"].item() == 1 - 2  # by the sum
 
 # A compiled step has no values to exchange yet; compile the gradients, and the rest, instead.
 hvd.broadcast_parameters(net)

@@ -785,7 +785,7 @@ def test_options_reach_the_wrapper_of_torch() -> None:
             op=Sum,
             group=group,
         )
-        with pytest.raises(ValueError, match="already a DistributedOptimizer: wrap it only once"):
+        with pytest.raises(TypeError, match="already a DistributedOptimizer: wrap it only once"):
             DistributedOptimizer(optimizer, group=group)
         with pytest.raises(NonFiniteError, match="'w' has 2 NaN on rank 1"):
             (w.sum() * (float("nan") if group.rank else 1)).backward()

@@ -451,7 +451,7 @@ def test_wrapping_twice_is_refused_and_hooks_end_with_the_wrapper() -> None:
         net = network()
         inner = sgd(net)
         optimizer = wrap(inner, group)
-        with pytest.raises(ValueError, match="wrap it only once"):
+        with pytest.raises(TypeError, match="wrap it only once"):
             wrap(optimizer, group)
         with pytest.raises(ValueError, match="already has a DistributedOptimizer"):
             wrap(inner, group)
