@@ -1,8 +1,14 @@
 """Send and receive: point-to-point messages with arrays, in which no other rank takes part.
 
 Every message has an envelope, a short record that describes it. A small (eager) message is inside
-it; a large one stays with its sender until the receiver has fetched it and acknowledged that.
-Envelopes arrive in the receiver's mailbox whatever the sender does next.
+it; a large one stays with its sender until the receiver has fetched it and acknowledged that, or
+said why it could not. So nothing depends on the sender's thread: envelopes arrive in the receiver's
+mailbox whatever the sender does next. Mailboxes are pipes inside a host (`transports/pipes.py`),
+between hosts messages of the carrier (`transports/hosts/mailbox.py`).
+
+While receives are posted, or a mailbox is full, and no thread waits for a message, a thread of
+`Messages` goes on with them (`_proceed`), so nothing else that waits needs to know of messages. A
+blocked receive checks whether the peer lives, and appears in stall reports, as a collective does.
 """
 
 from __future__ import annotations

@@ -3,6 +3,13 @@
 // All ranks make the same calls in the same order, except fail(). A call returns once the work is queued: none waits
 // for the GPU, and none checks whether the ranks do the same. The caller makes sure of that, and calls fail() if they
 // do not.
+//
+// An all-reduce packs a bucket (one kernel casts and scales), reduces it by one in-place ncclAllReduce, and unpacks it
+// (scales back, divides), all on one stream, so that memory for one bucket is enough. A bucket that is one large
+// tensor, sent without conversion, is reduced where it is. Sums are NCCL's: the same bits on all ranks, in an order
+// that NCCL chooses, and 16-bit wire dtypes are added in 16 bits. So fp16 has one power-of-two scale for each tensor,
+// common to all ranks, with headroom for the sum: before the buckets, one kernel computes each tensor's largest
+// exponent and a max-reduction makes it common. float16 tensors are sent in this way even without compression.
 #pragma once
 
 #include <atomic>

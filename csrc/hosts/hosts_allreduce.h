@@ -4,8 +4,13 @@
 // Every host owns a share of each window, and every rank of the host a part of that share. All ranks of a host encode a
 // window into shared memory, where it is summed in rank order, each part by the rank that sends it. The owner of a part
 // receives the other hosts' sums, adds them up in host order and sends the result to all hosts, where every rank
-// decodes it. So every link carries as many bytes as in a ring, each pair of hosts has several flows, and an element is
-// rounded twice, regardless of what travels with it.
+// decodes it (a reduce-scatter leaves this out). So every link carries as many bytes as in a ring, each pair of hosts
+// has several flows, and an element is rounded twice, regardless of what travels with it.
+//
+// Windows have 1 to 4 MiB. While one is summed and sent, the previous one is received and the one before that is
+// gathered, so the link is never idle. MPI's functions are called without the GIL, gloo's through Python. Messages are
+// polled with pauses that grow with the wait; twenty times a second the group looks for peers that died (PeerStatus)
+// and, in the training thread, for Ctrl-C.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,7 @@
 // The position of every element of a list of tensors on the wire: chunks that fit in cache, each divided into shares.
+//
+// A tensor is cut into blocks (see pack.h), blocks are grouped into chunks, and a chunk is divided into a share for
+// each rank. None of this affects results: the arithmetic of an element depends on its own block only.
 #pragma once
 
 #include <algorithm>

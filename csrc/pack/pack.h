@@ -3,6 +3,13 @@
 // A tensor is cut into blocks of kBlockElements, counted from its own start, so that neither the layout of the buffer
 // nor the other tensors in it can change a bit of the result. Every function here works on a run of whole blocks of one
 // tensor.
+//
+// Sums are in rank order within a host, then in host order, in float32 or wider, rounded once per hop. The owner of a
+// share rounds its own contribution through the wire dtype too, and keeps the values that the others decode: so results
+// do not depend on who owns what. Weights and the prescale factor multiply in float32 (float64, if they are no normal
+// numbers of float32) where contributions are added, so no product has to fit the array's dtype. Without compression,
+// float16 is sent as float32 between hosts, since a host's sum may exceed its range. Averages of integers are sent as
+// 128 bits, and divided once. tests/collectives/test_laws.py tests the error bound of fp16 that `Compression` states.
 #pragma once
 
 #include <cmath>

@@ -1,4 +1,6 @@
-// Memory shared by the ranks of one host, which never has a file name.
+// Memory shared by the ranks of one host, which never has a file name: peers open it through /proc/<pid>/fd. So a kill
+// at any moment leaves nothing behind, and the size of /dev/shm does not matter. A world takes 1.5 MiB for each rank
+// and transport, which the kernel allocates when it is used.
 #pragma once
 
 #include <sys/types.h>

@@ -1,7 +1,12 @@
 // The ranks of one host, in shared memory.
 //
 // All ranks of the group make every call, in the same order. agree() is the handshake, which determines whether they
-// are about to do the same; the calls that follow need no further checks.
+// are about to do the same; the calls that follow need no further checks. The only state is a set of counters that all
+// ranks advance in the same way. After an agree() all slots are free, and all ranks are at the same point, also after a
+// mismatch.
+//
+// A waiting rank spins for microseconds, then sleeps on a futex. It wakes twenty times a second to check whether a peer
+// died (by its pidfd), left or abandoned the group, and to handle Ctrl-C.
 #pragma once
 
 #include <atomic>

@@ -1,9 +1,12 @@
 // Which ranks wait for which, and which are late.
 //
-// A waiting rank has nothing else to do, so it watches the others. Each thread writes what it waits for on a board that
-// the ranks of a host share; a rank that has waited for too long reports all of it, with the Python stacks of late
-// ranks. A late rank need not do anything for that, and could not: its peers send it a signal, whose handler (Python's
-// faulthandler, which does not need the GIL) writes the stacks into a file that its peers can read.
+// A waiting rank has nothing else to do, so it watches the others, and no thread is needed for that. A thread that has
+// slept for 50 ms writes what it waits for on a board that the ranks of a host share, and updates it twenty times a
+// second. A rank that has waited for too long claims the report by one compare-and-swap and prints the board, with the
+// Python stacks of late ranks. A late rank need not do anything for that, and could not: its peers send it a signal,
+// whose handler (Python's faulthandler, which does not need the GIL) writes the stacks into a file that its peers can
+// read. Between hosts, waiting ranks inform each other over the control channel, and the late rank's host reports. A
+// handshake costs 30 ns more: a read of the clock, a copy of its label and a read of one word.
 #pragma once
 
 #include <atomic>

@@ -1,9 +1,11 @@
 """Which reductions there are, and what each gives: one table for all operations.
 
-Every direct, asynchronous, grouped and scattered reduction, and every exchange of gradients, is
-looked up here, on all ranks alike: what is not in the table is refused on each of them. The wire
-format is not part of it. It narrows only floating-point numbers, and never products: see
-`Compression`.
+Every blocking, asynchronous, grouped and scattered reduction, and every exchange of gradients, is
+looked up here, on all ranks alike: what is not in the table is refused on each of them. An
+asynchronous one that is refused is submitted all the same, so that the ranks are compared first and
+all raise the error. The wire format is not part of the table. It narrows only floating-point
+numbers, and never products: see `Compression`. `tests/support/arithmetic_table.py` runs through all
+cells, on one host and on several.
 """
 
 from __future__ import annotations

@@ -1,4 +1,10 @@
-"""Replacements for lost ranks: started during training, added to the world at a commit."""
+"""Replacements for lost ranks: started during training, added to the world at a commit.
+
+Only rank 0 spawns, in a thread, so that nothing that happens to the new process can delay the
+others. `MPI_Comm_spawn` connects it to rank 0 only. At a commit it is connected to all ranks, by
+accept and connect, also in threads, which are abandoned after 15 s. The result, once all have
+agreed to it, is a communicator with one more rank, over which the world is rebuilt as after a loss.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,16 @@
-"""Continuing training with the remaining ranks when some are lost."""
+"""Continuing training with the remaining ranks when some are lost.
+
+Every way out of a training function (success, a lost peer, the function's own exception) leads to
+one agreement (`comm.Iagree`), so that all survivors take the same decision. Before it, a rank
+abandons its groups, so that no other rank waits for it elsewhere. After success it must remain
+reachable until the others are done too: it announces this by an envelope, and a rank that then
+waits for a message from it raises MismatchError. Then follow `comm.Shrink()`, a new world over the
+result (the exchanges of its `init()` all use that one communicator, which a rank that loses a peer
+revokes), and a second agreement that the new world is complete.
+
+State comes from the rank that is furthest ahead: each rank counts the steps, assignments and
+commits that it has seen, in program order, which is the same on all ranks.
+"""
 
 from __future__ import annotations
 

@@ -3,8 +3,14 @@
 Traced calls run in program order on every rank, across jitted functions and the iterations of
 loops: the primitive has JAX's effect for ordered input and output, whose token XLA must pass from
 each call to the next, and JAX from each dispatched computation to the next. So calls inside jit are
-matched between ranks by position, like direct calls, but run through the engine: XLA may execute
-them at any time, and they must not be matched with a direct call of the training thread.
+matched between ranks by position, like blocking calls, and not by the order of tracing: ranks may
+compile a different number of times. But the progress thread runs them, since XLA may execute them
+at any time: they must not be matched with a blocking call of the training thread.
+
+XLA calls the handler in csrc/bindings/xla.cpp with the addresses of its buffers; arguments and
+results share memory wherever XLA can arrange it. Of an error it passes on the text only (`cause_of`
+returns the exception). JAX runs compiled functions asynchronously, so `shutdown()` and the end of
+the program wait for those in progress before they leave the world (`context.on_ending`).
 """
 
 from __future__ import annotations

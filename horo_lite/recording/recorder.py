@@ -1,11 +1,15 @@
 """The recorder: this process's last operations, in a ring buffer (csrc/recorder).
 
-All operations of all frameworks pass through `Group` and its engine. `Group` reports to these
-functions what a direct call is, when all ranks have reached it, and when it has ended; the engine
-itself reports the progress of its operations.
+All operations of all frameworks pass through `Group` and its progress thread. `Group` reports to
+these functions what a blocking call is, when all ranks have reached it, and when it has ended; the
+progress thread reports its operations itself. An operation has the same `position` on all ranks:
+for blocking calls their number on that set of ranks, for asynchronous ones the number of their
+first announcement in the progress threads' rounds. Phases of reductions are timed only while a
+timeline is written.
 
-The ring is in this process's memory, or in a mapped file (`keep`), so that it survives any end of
-the process. `records.py` reads it.
+The ring is always on. It is in this process's memory or, if a flight record or a timeline is
+wanted, in a mapped file (`keep`): so it survives any end of the process, and another process can
+write the record, the first rank of the host that fails or `horo-lite`. `records.py` reads it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,10 @@
-"""Compare replicas between ranks, and report which ranks deviate, and by how much."""
+"""Compare replicas between ranks, and report which ranks deviate, and by how much.
+
+A comparison is one handshake: its digest ensures that names and shapes agree, and its count is a
+hash of all arrays' hashes. Only if the counts differ are the hashes exchanged, and then one array.
+What follows depends on data that all ranks have, so all of them raise, warn or heal. (A non-finite
+gradient is reported in the same way, with the plans of a step.)
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,14 @@
-"""Gradients in memory shared by all ranks of a host, in which they are reduced without copies."""
+"""Gradients in memory shared by all ranks of a host, in which they are reduced without copies.
+
+Every rank has a segment in which each gradient has a fixed offset, the same on all ranks; it maps
+the others' segments after the first agreement on a plan. Autograd makes the gradient as always, and
+the hook that receives it moves it into the segment while it is still in the cache: one pass less
+than adding to zeros there, and a gradient that is None stays None. Then every rank reduces its
+share of each tensor in place: it reads it in all segments, adds in rank order, and writes the
+result into all of them, with one barrier before and one flag after. Ranks compare whether and at
+which offsets tensors are in shared memory, so all of them reduce in place or none does. A forked
+child's mapping is made private at once: no other process sees what it writes.
+"""
 
 from __future__ import annotations
 

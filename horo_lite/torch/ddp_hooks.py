@@ -4,6 +4,10 @@ model = DistributedDataParallel(model, gradient_as_bucket_view=True)
 model.register_comm_hook(None, horo_lite.torch.ddp_hooks.fp16_compress)
 """
 
+# `average_in_place` turns DDP's own buckets into segments: torch moves their storages to files in
+# memory, as it does to share tensors, and each rank maps the files a second time, since a forked
+# child shares torch's mapping.
+
 # DDP checks the annotations of a hook, which must be types, not strings.
 import weakref
 from dataclasses import dataclass

@@ -1,4 +1,10 @@
-"""Assignment of gradients to buckets: integers only, no arrays."""
+"""Assignment of gradients to buckets: integers only, no arrays.
+
+A plan is reused while names, shapes, dtypes, presence and shared storage are those of the last
+step. In each step all ranks compare a digest of it. Only if digests differ, they exchange the plans
+and `merge` them. So the usual case, in which every rank has all gradients, costs nothing; a bitmap
+of the gradients that are there, in every header, would.
+"""
 
 from __future__ import annotations
 

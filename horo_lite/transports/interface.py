@@ -1,4 +1,11 @@
-"""The interface of transports: everything that the layers above use, whatever the transport."""
+"""The interface of transports: everything that the layers above use, whatever the transport.
+
+No layer above asks which transport it has (`tests/test_layers.py`). A feature that only some
+transports have is an attribute that is None on the others (`engine_group`, `queued`,
+`reduce_scatter`, `stall_detector`), or a method with a default: `reduce_in_place` is `allreduce`
+where memory is not shared. The op, wire dtype, factors, divisor and weights of a reduction are one
+`Reduction`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""The communication streams of a rank's GPU."""
+"""The communication streams of a rank's GPU.
+
+Blocking calls and asynchronous ones, which the progress thread queues, each have a stream and a
+communicator. An operation is ordered in the caller's stream at the point of its submission, however
+late it is matched; ordering it later could create a cyclic wait over several ranks.
+"""
 
 from __future__ import annotations
 

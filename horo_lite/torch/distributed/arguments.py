@@ -1,4 +1,9 @@
-"""Arguments of torch's collectives: their options, and the tensors that they read and write."""
+"""Arguments of torch's collectives: their options, and the tensors that they read and write.
+
+What a collective reads and writes is declared once, by the `Access` of its Call; counts, dtypes,
+sizes and root are checked against that here, and `memory.Staged` alone decides what must be copied,
+because it is not dense or overlaps something that is written.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Operations of torch's collectives in addition to the package's own.
 
 Torch passes the memory for results, so nothing is allocated here, and everything that must be the
-same on all ranks is known when an operation is submitted: the engine compares it, and executing the
-operation is a barrier and a transfer of bytes.
+same on all ranks is known when an operation is submitted: the progress threads compare it, and
+executing the operation is a barrier and a transfer of bytes. `all_reduce` is the package's own, for
+which the progress thread needs no Python.
 """
 
 from __future__ import annotations

@@ -1,4 +1,10 @@
-"""torch.distributed's process group, implemented with a group of horo_lite."""
+"""torch.distributed's process group, implemented with a group of horo_lite.
+
+Each method becomes a Call for the progress thread. torch matches the collectives of a group by
+position, so their names are numbers, and the contract of the Call holds everything else. Process
+groups are made by their members alone, by messages, since torch does not involve other ranks; one
+of the same ranks as the world uses the world's group.
+"""
 
 # Torch's stubs list several signatures for each method. Its own functions use only that with opts.
 # mypy: disable-error-code="override,assignment"
@@ -98,7 +104,7 @@ _named = torch._C._profiler._RecordFunctionFast
 
 @all_uncompiled
 class ProcessGroup(dist.ProcessGroup):
-    """A process group whose collectives are executed by horo_lite's engine.
+    """A process group whose collectives are executed by horo_lite's progress thread.
 
     As torch requires, all ranks issue the collectives of a process group in the same order: they
     are matched by their numbers. Operation, dtypes, sizes and root must be the same on all ranks;

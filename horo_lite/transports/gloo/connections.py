@@ -1,9 +1,16 @@
 """TCP connections between all ranks of a world, by PyTorch's gloo.
 
-Gloo has no way to test whether a transfer is complete, only to wait for it, and a wait that times
-out closes all connections. So threads wait: one of `Waiters` for each transfer in flight, and one
-for each peer (`_Stream`), which receives all short messages, and so notices immediately when the
-connection ends.
+A world has one `ProcessGroupGloo`, outside of torch.distributed's groups, whose point-to-point
+messages carry everything; a channel is a range of their tags. Gloo has no way to test whether a
+transfer is complete, only to wait for it, and a wait that times out closes all connections. So
+threads wait: one of `Waiters` for each transfer in flight, and one for each peer (`_Stream`), which
+receives all short messages (for which memory is posted in advance), and so notices immediately when
+the connection ends. What the peer sent before, such as why it left, is read first.
+
+A rank that ends waits until its peers have confirmed the messages that it sent them, within the
+limits of every wait (`Messages.deliver`), and up to 10 s for what else it sent. Then it closes the
+connections, by a wait of 1 ms that times out, and joins its threads, so that none is left when
+Python ends.
 
 All of these threads need the GIL briefly, some twenty times in succession for a window of an
 all-reduce. A training thread that is busy in Python keeps it as long as the interpreter allows.

@@ -1,4 +1,11 @@
-"""The interface of carriers of bytes between the ranks of several hosts."""
+"""The interface of carriers of bytes between the ranks of several hosts.
+
+Requests of an operation that ended early (an interrupt, a peer's death) stay active, and the
+library may write into their memory until it has ended: MPI until it is finalized, gloo until its
+connections are closed. So a carrier is only given buffers of its own, which live as long as the
+requests. Reductions and broadcasts go through the host's shared memory (four windows); all else is
+copied through windows (`hosts/transport.py`).
+"""
 
 from __future__ import annotations
 
@@ -64,11 +71,7 @@ class Channel(ABC):
 
 
 class Carrier(ABC):
-    """Carries the bytes of one transport. Its ranks make its collective calls in the same order.
-
-    Operations that ended early (an interrupt, a peer's death) stay in flight, and may still write
-    to their memory. So that memory belongs to the carrier, and lives as long as they may run.
-    """
+    """Carries the bytes of one transport. Its ranks make its collective calls in the same order."""
 
     name: str
     """The transport's name."""

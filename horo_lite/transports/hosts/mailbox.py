@@ -1,4 +1,8 @@
-"""Messages from one rank to another between hosts."""
+"""Messages from one rank to another between hosts.
+
+Over MPI, envelopes and large messages are messages on the world's communicator, over gloo on a
+channel of their own.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
 """Ranks of several hosts: shared memory inside a host, and a carrier of bytes between hosts.
 
 Handshakes, reductions, broadcasts and waiting are in C++ (csrc/hosts), which uses the carrier.
-This file contains the operations in which every rank has its own bytes for the others.
+This file contains the operations in which every rank has its own bytes for the others. An
+all-gather sends each rank's data to one rank of every other host, and from there to the others
+through shared memory (`Places`). In an all-to-all, what stays on a host goes through shared memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""The barrier in init(): reports late ranks, and does not wait for dead ones."""
+"""The barrier in init(): reports late ranks, and does not wait for dead ones.
+
+Ranks that MPI started enter it first, also where init() makes a new world after a failure. It is
+notified when the program of a rank ends; MPI's own operations would wait for such a rank forever.
+"""
 
 from __future__ import annotations
 
