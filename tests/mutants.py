@@ -111,8 +111,8 @@ MUTANTS = (
         "stale",
         "a step that meets the buckets of an abandoned attempt",
         "horo_lite/training/reducer.py",
-        'self._label += f", attempt {self._attempt}"',
-        "pass",
+        'f", {_which_try(self._attempt)}" if self._attempt > 1 else ""',
+        '""',
     ),
 )
 

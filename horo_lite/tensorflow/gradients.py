@@ -113,14 +113,13 @@ class Transform(transform.Transform):
         """Return the averages of these gradients, all as NumPy arrays."""
         weight = None if weight is None else float(weight)
         dense = [None if isinstance(g, _Rows) else g for g in gradients]
-        reducer = self._bound(names)
         # Tells ranks without rows of an embedding's gradient that others have some.
-        reducer.note = json.dumps(
+        self._note = json.dumps(
             {i: _look(g) for i, g in enumerate(gradients) if isinstance(g, _Rows)}
         )
         results = super().__call__(names, dense, weight)
         looks: dict[int, Any] = {}
-        for note in filter(None, reducer.notes.values()):
+        for note in filter(None, self._notes.values()):
             for i, look in json.loads(note).items():
                 known = looks.setdefault(int(i), look)
                 if not all(a == b or None in (a, b) for a, b in zip(known, look, strict=True)):

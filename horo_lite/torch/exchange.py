@@ -568,7 +568,7 @@ class GradientExchange:
                 self._densify(slot)
         own = [s for s in touched if s.sparse_dim or is_sparse(s.parameter.grad)]
         dense = {slot.index for slot in touched} - {slot.index for slot in own}
-        reducer.note = Note(self._is_in_step, shown(self._rates()), sparse.note(own))
+        note = Note(self._is_in_step, shown(self._rates()), sparse.note(own))
         changed = [slot for slot in self.slots if slot.touched and slot.has_changed()]
         for slot in changed:
             if not slot.travels:
@@ -583,8 +583,8 @@ class GradientExchange:
         by_hand = [s for s in self.slots if s.touched and (s.hook is None or s.passes == 0)]
         self._use_weight()
         try:
-            reducer.finish()
-            notes: dict[int, Note] = reducer.notes
+            common = reducer.finish(note)
+            notes: dict[int, Note] = common.notes
             self._rates_differ = len({note.rates for note in notes.values()}) > 1
             rows = {rank: note.sparse for rank, note in notes.items()}
             if any(rows.values()) and not self.options.sparse_as_dense:
@@ -594,7 +594,7 @@ class GradientExchange:
                     slot.touched = True
                     self._mark(slot, _COMPUTED)
             # All ranks have just agreed on a plan, and thus on the layout of their memory.
-            if self._shares and reducer.shared is None and reducer.all_are_here:
+            if self._shares and reducer.shared is None and common.all_are_here:
                 self._share()
             self._n_exchanges += 1
         except Exception:
@@ -686,9 +686,9 @@ class GradientExchange:
 
     def _place(self) -> None:
         # Otherwise a backward() that exchanges only on some ranks would match the next exchange.
-        self.reducer.position = (
-            f", exchange {self._n_exchanges + 1} of step {self._drift.n_together + 1}"
-        )
+        n = (self._n_exchanges + 1) * self.passes if self._n_exchanges else 0
+        step = f"step {self._drift.n_together + 1}"
+        self.reducer.position = f", backward pass {n} of {step}" if n else f", {step}"
 
 
 def _follow_world() -> None:

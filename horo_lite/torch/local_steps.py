@@ -10,7 +10,6 @@ import torch
 
 from horo_lite.torch.exchange import GradientExchange
 from horo_lite.torch.slots import Slot, SlotAdapter
-from horo_lite.training.reducer import learning_rates
 
 
 class LocalSteps(GradientExchange):
@@ -87,9 +86,8 @@ class LocalSteps(GradientExchange):
     def _combine(self, start: dict[int, Any]) -> None:
         """Set the parameters to their values at the start plus the combined steps."""
         self._deltas |= {i: self._value(i) - value for i, value in start.items()}
-        self.reducer.rates = learning_rates(self._attributes["param_groups"])
         try:
-            self.reducer.finish()
+            self.reducer.finish(rates=self._rates())
         except Exception:  # as in the exchange of gradients
             self.reset_counts()
             raise

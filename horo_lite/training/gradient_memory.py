@@ -47,9 +47,6 @@ class Gradients(NamedTuple):
         return tuple(owners)
 
 
-NONE = Gradients([], {}, Tensors([]), [])
-
-
 def gradients_of(adapter: Adapter, parameters: Named) -> Gradients:
     """Return every gradient as writable memory: its own, or a copy."""
     adapter.compute([parameter for _, parameter in parameters])

@@ -430,9 +430,8 @@ class _Own:
             raise TypeError("gradients have left during backward(): pass the weight before it")
         reducer = self.reducer if self.has_begun and self.reducer else self.begin(named, weight)
         self.has_begun = False
-        reducer.rates = learning_rates(getattr(self.inner, "param_groups", ()))
         try:
-            reducer.finish()
+            reducer.finish(rates=learning_rates(getattr(self.inner, "param_groups", ())))
         except Exception:  # on all ranks there is one
             self.drift.reset_counts()  # they may have been in different steps
             raise

@@ -40,7 +40,6 @@ class Overlap:
         self._cores = cores
         self._exchanging_s = exchanging_s
         self._enough = ENOUGH * min(cores, 1.0)
-        self._began: tuple[float, float] | None = None
         self._used = self._elapsed = 0.0  # seconds of CPU time, and of wall time
         self.pays = cores > 0
 
@@ -53,25 +52,24 @@ class Overlap:
         cores = {"always": math.inf, "never": 0.0}.get(world.overlap, world.cores)
         return cls(cores, group.busy_s)
 
-    def begin(self) -> None:
-        """Begin to measure, when the first gradient of the step is complete."""
-        if self._began is None and 0 < self._cores < math.inf:
-            self._began = self._busy_s(), time.perf_counter()
+    def begin(self) -> tuple[float, float] | None:
+        """Begin to measure, when the first gradient of the step is complete.
 
-    def end(self) -> None:
+        Returns what `end()` takes, unless the step is given up; None if nothing is measured.
+        """
+        if 0 < self._cores < math.inf:
+            return self._busy_s(), time.perf_counter()
+        return None
+
+    def end(self, began: tuple[float, float] | None) -> None:
         """End the measurement, when all gradients are complete, and decide."""
-        if self._began is None:
+        if began is None:
             return
-        used, elapsed = self._began
+        used, elapsed = began
         # The latest step has the same weight as all steps before it.
         self._used = self._used / 2 + self._busy_s() - used
         self._elapsed = self._elapsed / 2 + time.perf_counter() - elapsed
-        self._began = None
         self.pays = self._used < (self._cores - self._enough) * self._elapsed
 
     def _busy_s(self) -> float:
         return time.process_time() - self._exchanging_s()
-
-    def forget(self) -> None:
-        """Discard the measurement of a step that was given up."""
-        self._began = None

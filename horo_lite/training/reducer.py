@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from weakref import WeakKeyDictionary
 
@@ -17,8 +18,8 @@ from horo_lite.collectives.reductions import Adasum, AnyOp, Average, checked_wei
 from horo_lite.errors import MismatchError, NonFiniteError, PeerLostError, StallError, warn
 from horo_lite.recording import recorder
 from horo_lite.training.gradient_memory import (
-    NONE,
     Finding,
+    Gradients,
     find_non_finite,
     gradients_of,
     in_words,
@@ -67,7 +68,7 @@ _numbers: WeakKeyDictionary[Group, _Numbers] = WeakKeyDictionary()
 
 
 class Offer(NamedTuple):
-    """What a rank reports to the others after a difference was detected."""
+    """What the ranks compare, and report to each other if there is a difference."""
 
     plan: Plan  # of this step, on this rank
     agreed: Plan | None  # the plan under which buckets may have left
@@ -77,7 +78,59 @@ class Offer(NamedTuple):
     note: Any
     finding: Finding | None
     rates: tuple[float, ...]
-    failure: str
+    failure: str  # why this rank cannot take part
+
+    @property
+    def digest(self) -> int:
+        agreed = 0 if self.agreed is None else self.agreed.digest
+        return hash63(
+            f"{self.step} {self.attempt} {agreed} {self.plan.digest} {self.note} {self.finding} "
+            f"{shown(self.rates)} {self.failure}"
+        )
+
+
+class Common(NamedTuple):
+    """What the ranks have agreed on."""
+
+    plan: Plan
+    n_begun: int  # how many buckets of the last plan some rank has begun
+    notes: dict[int, Any]  # by rank in the world
+    findings: dict[int, Finding | None]
+    all_are_here: bool  # no rank has joined
+
+
+class AgreedPlan(NamedTuple):
+    """The plan under which buckets leave early, and what is looked up in it."""
+
+    plan: Plan
+    signatures: list[int]  # of the gradients in each bucket
+    bucket_of: dict[int, int]
+    n_members: list[int]
+
+    @classmethod
+    def of(cls, plan: Plan, arrays: Sequence[Any]) -> AgreedPlan:
+        signatures = [tensors_of([arrays[i] for i in b]).signature for b in plan.buckets]
+        # Memory shared by several parameters is complete when all of them are ready.
+        of_owner = {i: number for number, bucket in enumerate(plan.buckets) for i in bucket}
+        bucket_of = {i: of_owner[owner] for i, owner in enumerate(plan.owners) if plan.present[i]}
+        members = Counter(bucket_of.values())
+        return cls(plan, signatures, bucket_of, [members[b] for b in range(len(plan.buckets))])
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """What belongs to one step only: it is dropped with the step, finished or not.
+
+    It ends with `Reducer.finish()` or, if a backward pass has raised, with `Reducer.abandon()`.
+    """
+
+    n_awaited: list[int]  # of each bucket's gradients, how many are not ready
+    n_ready: list[int]  # how often each gradient was announced
+    weight: float | None = None
+    handles: list[Handle] = field(default_factory=list)  # of the buckets that have left
+    waits: bool = False  # nothing more leaves before finish()
+    finding: Finding | None = None
+    began: tuple[float, float] | None = None  # when the first gradient was ready: see Overlap
 
 
 class Reducer:
@@ -97,9 +150,9 @@ class Reducer:
     may begin.
 
     A step that cannot be finished because a backward pass raised on this rank is given up with
-    `abandon()`: what has not been executed yet is withdrawn, and the step's next attempt has
-    another number, which is part of the label that is matched. So gradients of two attempts are
-    never combined. If ranks call `finish()` in different attempts, and some bucket was executed
+    `abandon()`: what has not been executed yet is withdrawn. The backward pass that repeats it is
+    another attempt, whose number is part of the label that is matched. So gradients of two attempts
+    are never combined. If ranks call `finish()` in different attempts, and some bucket was executed
     with gradients that a rank has abandoned since, every rank raises MismatchError; otherwise they
     continue.
 
@@ -152,24 +205,15 @@ class Reducer:
             **dict(options),
         }
         self._check_finite = check_finite
-        self._finding: Finding | None = None
-        self._findings: dict[int, Finding | None] = {}
-        self._failure = ""  # why this rank cannot take part
         self.shared: SharedMemory | None = None  # gradients in it are reduced in place
-        self.all_are_here = True  # no rank had joined when the last exchange ended
-        self.rates: tuple[float, ...] = ()  # this rank's learning rates: must be equal on all
-        self.note: Any = ""  # for the other ranks: has a text, and can be pickled
-        self.notes: dict[int, Any] = {}
+        self.position = ""  # the owner's description of the next exchange, the same on every rank
         self._title = title
         self._number = 0
-        self._position = ""
-        self._step = ""  # identifies the optimizer and its exchange
         self._attempt = 1
-        self._label = ""  # step and attempt
-        self._weight: float | None = None
-        self._parameters: list[tuple[str, Any]] = []
-        self._handles: list[Handle] = []
+        self._agreed: AgreedPlan | None = None
         self._place: int | None = None
+        self._parameters: list[tuple[str, Any]] = []
+        self._step = self._new_step()
         self.bind(parameters)
         group.counting.add(self)
 
@@ -187,27 +231,25 @@ class Reducer:
             )
         ):
             return
-        if self._handles:
+        if self._step.handles:
             raise RuntimeError("the parameters changed between ready() and finish()")
         self._parameters = list(parameters)
         self._together = tuple(together)
         self._plans: dict[object, Plan] = {}
-        self._forget()
-        self._reset()
+        self._agreed = None
+        self._step = self._new_step()
 
     def reset_counts(self) -> None:
         """Restart: ranks that had joined are back, and know neither the plan nor the numbers."""
-        self._forget()
+        self._agreed = None
         self._number = 0
         self._attempt = 1
-        if not self._handles:
-            self._reset()
+        if not self._step.handles:
+            self._step = self._new_step()
 
-    def _forget(self) -> None:
-        self._agreed: Plan | None = None
-        self._signatures: list[int] = []
-        self._bucket_of: dict[int, int] = {}
-        self._n_members: list[int] = []
+    def _new_step(self) -> Step:
+        n_awaited = [] if self._agreed is None else list(self._agreed.n_members)
+        return Step(n_awaited, [0] * len(self._parameters))
 
     @property
     def weight(self) -> float | None:
@@ -215,58 +257,56 @@ class Reducer:
 
         Set it before the step's first `ready()`, on every rank or on none; it is reset afterwards.
         """
-        return self._weight
+        return self._step.weight
 
     @weight.setter
     def weight(self, weight: float | None) -> None:
         checked = None if weight is None else checked_weight(weight, self._op)
-        if self._handles:
+        if self._step.handles:
             raise RuntimeError("the weight must be set before the first ready() of the step")
-        self._weight = checked
+        self._step.weight = checked
 
     @property
-    def position(self) -> str:
-        """The owner's description of the next exchange, the same on every rank."""
-        return self._position
+    def _what(self) -> str:
+        """The optimizer, and which of its exchanges is the next."""
+        return f"{self._title or f'gradients of optimizer {self._number}'}{self.position}"
 
-    @position.setter
-    def position(self, position: str) -> None:
-        self._position = position
-        self._relabel()
-
-    def _relabel(self) -> None:
-        if self._title or self._number:
-            title = self._title or f"gradients of optimizer {self._number}"
-            self._step = f"{title}{self._position}"
-            self._label = self._step
-            if self._attempt > 1:
-                self._label += f", attempt {self._attempt}"
+    @property
+    def _label(self) -> str:
+        return self._what + (f", {_which_try(self._attempt)}" if self._attempt > 1 else "")
 
     def ready(self, i: int) -> None:
         """Announce that the gradient of parameter i is ready; do not touch it until `finish()`."""
-        n_ready = self._n_ready[i] = self._n_ready[i] + 1
+        step, agreed = self._step, self._agreed
+        n_ready = step.n_ready[i] = step.n_ready[i] + 1
         if n_ready < self._passes:
             return
         if n_ready > self._passes:
             name = self._parameters[i][0]
-            self._n_ready[i] = self._passes
+            step.n_ready[i] = self._passes
             raise RuntimeError(
                 f"the gradient of {name!r} became ready {self._passes + 1} times before step(), "
                 f"but backward_passes_per_step={self._passes}: call step() after that many passes"
             )
-        self._overlap.begin()
-        bucket = self._bucket_of.get(i) if self._streams else None
-        if bucket is None or self._agreed is None:
+        if step.began is None:
+            step.began = self._overlap.begin()
+        bucket = agreed.bucket_of.get(i) if agreed is not None and self._streams else None
+        if bucket is None or agreed is None:
             return
-        self._n_awaited[bucket] -= 1
+        step.n_awaited[bucket] -= 1
         while (
-            self._n_awaited[bucket] == 0
-            and (self._overlap.pays or self._agreed.gpu)
-            and not self._changed
-            and len(self._handles) < len(self._n_awaited)
-            and self._n_awaited[len(self._handles)] == 0
+            step.n_awaited[bucket] == 0
+            and (self._overlap.pays or agreed.plan.gpu)
+            and not step.waits
+            and len(step.handles) < len(step.n_awaited)
+            and step.n_awaited[len(step.handles)] == 0
         ):
-            self._leave_early()
+            self._leave_early(agreed)
+
+    @property
+    def n_ready(self) -> Sequence[int]:
+        """How often each gradient has been announced in this step."""
+        return self._step.n_ready
 
     def early(self) -> list[int]:
         """Return the parameters whose gradients `ready()` may send before all are complete.
@@ -274,107 +314,113 @@ class Reducer:
         Those of the last bucket are not among them: with it, all gradients are complete, and
         `finish()` can send it without the engine.
         """
-        last = len(self._n_members) - 1
-        return [i for i, bucket in self._bucket_of.items() if bucket < last] if last > 0 else []
+        if self._agreed is None:
+            return []
+        last = len(self._agreed.n_members) - 1
+        return [i for i, bucket in self._agreed.bucket_of.items() if bucket < last]
 
     def hold(self, i: int) -> bool:
         """Send nothing before `finish()`, since parameter i's gradient changes after it was ready.
 
         Returns False if it has already left.
         """
-        self._changed = True
-        return self._agreed is None or self._bucket_of.get(i, len(self._handles)) >= len(
-            self._handles
-        )
+        self._step.waits = True
+        return not self._has_left(i)
 
-    def finish(self) -> None:
+    def _has_left(self, i: int) -> bool:
+        n_begun = len(self._step.handles)
+        return self._agreed is not None and self._agreed.bucket_of.get(i, n_begun) < n_begun
+
+    def finish(self, note: Any = "", rates: tuple[float, ...] = ()) -> Common:
         """Exchange the remaining gradients, and wait for all results. Every rank calls it.
 
-        Afterwards, `notes` contains every rank's `note`, by its number in the world.
+        Args:
+            note: For the other ranks; has a text, and can be pickled.
+            rates: This rank's learning rates, which must be equal on all.
+
+        Returns:
+            What the ranks have agreed on, with every rank's note.
 
         Raises:
             MismatchError: The ranks' plans differ.
         """
         try:
-            self._finish()
-            recorder.step()
-            self._handles = []
-            self._attempt = 1
-            if any(self._findings.values()):
-                self._report_findings()
+            common = self._finish(note, rates)
         except (PeerLostError, StallError):
             raise  # this world can no longer be used
         except BaseException:
             self.abandon()
             raise
         finally:
-            self._reset()
+            self._step = self._new_step()
+        recorder.step()
+        label, self._attempt = self._label, 1
+        if any(common.findings.values()):
+            self._report(common.findings, label)
+        return common
 
-    def _finish(self) -> None:
-        self._overlap.end()
-        self.notes = dict.fromkeys(self.group.transport.ranks, self.note)
+    def _finish(self, note: Any, rates: tuple[float, ...]) -> Common:
+        self._overlap.end(self._step.began)
         try:
-            mine = self._read()
+            own = self._read()
+            mine = self._describe(own)
         except Exception as error:
             self.fail(error)
-        arrays, copied = self._own.arrays, self._own.copied
+        arrays, copied = own.arrays, own.copied
         if self._compares_later() and self._follow(mine, arrays, copied):
-            return
-        plan, n_begun = self._agree(mine)
+            return Common(mine, 0, dict.fromkeys(self.group.transport.ranks, note), {}, True)
+        common = self._agree(self._offer(mine, note, rates))
+        plan, n_begun = common.plan, common.n_begun
         if plan is not mine:
             self._fill(plan, arrays, copied)
-        rest = plan.travelling
+        rest, handles = plan.travelling, self._step.handles
         if n_begun and self._agreed is not None:
-            early = {i for bucket in self._agreed.buckets[:n_begun] for i in bucket}
+            early = {i for bucket in self._agreed.plan.buckets[:n_begun] for i in bucket}
             rest = tuple(i for i in rest if i not in early)
-            for bucket in self._agreed.buckets[len(self._handles) : n_begun]:
-                self._send(self._agreed, bucket, [arrays[i] for i in bucket])
+            for bucket in self._agreed.plan.buckets[len(handles) : n_begun]:
+                self._send(self._agreed.plan, bucket, [arrays[i] for i in bucket])
         if rest:
             names = [self._parameters[i][0] for i in rest]
             self._exchange([arrays[i] for i in rest], names, self._label, shared=self.shared)
-        for handle in self._handles:
+        for handle in handles:
             self.group.synchronize(handle)
         if copied:
             self._write_back(plan, copied)
-        self._adopt(plan, arrays)
+        if self._agreed is None or self._agreed.plan != plan:
+            self._agreed = AgreedPlan.of(plan, arrays)  # buckets leave early under it from now on
+        return common
 
-    def _read(self) -> Plan:
-        """Read this rank's gradients, and return the plan for them."""
-        self._own = gradients_of(self._adapter, self._parameters)
-        arrays = self._own.arrays
+    def _read(self) -> Gradients:
+        """Read this rank's gradients."""
+        own = gradients_of(self._adapter, self._parameters)
+        if len(own.tensors):
+            self._place = own.tensors.device
         if self._check_finite:
-            begun = len(self._handles)
-            here = [i for i in range(len(arrays)) if self._bucket_of.get(i, begun) >= begun]
+            here = [i for i in range(len(own.arrays)) if not self._has_left(i)]
             here.reverse()  # the order in which they leave
-            self._scan(here, [arrays[i] for i in here])
-        return self._describe(arrays)
+            self._scan(here, [own.arrays[i] for i in here])
+        return own
 
     def fail(self, error: Exception) -> NoReturn:
-        """Raise `error`, and MismatchError on the ranks that wait in `finish()`. Collective.
+        """Give up this step with `error`, and MismatchError on the ranks that wait in `finish()`.
 
-        On a GPU where ranks do not wait for each other, it is raised on this rank only.
+        Collective. On a GPU where ranks do not wait for each other, it is raised on this rank only.
         """
         if not self._compares_later():
             number = self.group.transport.ranks[self.group.rank]
-            self._failure = f"rank {number}: {type(error).__name__}: {error}"
-            try:
-                with suppress(MismatchError):
-                    self._agree(NOTHING)
-            finally:
-                self._failure = ""
+            failure = f"rank {number}: {type(error).__name__}: {error}"
+            with suppress(MismatchError):
+                self._agree(self._offer(NOTHING, failure=failure))
+        self.abandon()
         raise error
 
     def has_exchanged(self, i: int) -> bool:
         """Return whether the last exchange contained the gradient of parameter i, of any rank."""
-        return self._agreed is not None and self._agreed.present[i]
+        return self._agreed is not None and self._agreed.plan.present[i]
 
     def compare_rates(self, rates: tuple[float, ...]) -> None:
         """Raise MismatchError on every rank if their learning rates differ. Collective."""
-        self.rates, self.note = rates, ""
-        try:
-            self._agree(NOTHING)
-        finally:
-            self.rates = ()
+        self._agree(self._offer(NOTHING, rates=rates))
 
     def abandon(self) -> None:
         """Give up this step, on this rank only, so that none of its buckets is in flight any more.
@@ -382,37 +428,40 @@ class Reducer:
         When it returns, nothing writes into gradients, and the next gradients belong to another
         attempt. It does not wait for other ranks' programs.
         """
-        if self._handles:
+        if self._step.handles:
             self._withdraw()
             self._attempt += 1
-        self._reset()
+        self._step = self._new_step()
 
     def _withdraw(self) -> bool:
         """Withdraw everything in flight; return whether this rank's gradients were changed."""
+        step = self._step
         is_changed = (
-            bool(self._handles) and type(self._compression).prepare is not Compressor.prepare
+            bool(step.handles) and type(self._compression).prepare is not Compressor.prepare
         )
-        for handle in self._handles:
+        for handle in step.handles:
             if not handle.withdraw():
                 is_changed = True
                 with suppress(Exception):  # errors of this step no longer matter
                     self.group.synchronize(handle)
-        if (self._handles or any(self._n_ready)) and self._agreed is not None and self._agreed.gpu:
+        if (step.handles or any(step.n_ready)) and self._agreed and self._agreed.plan.gpu:
             # Work queued on GPUs cannot be withdrawn: the ranks agree before they queue more.
-            self._forget()
-        self._handles = []
+            self._agreed = None
+        step.handles.clear()
         return is_changed
 
     # This rank's gradients.
 
-    def _describe(self, arrays: list[Any]) -> Plan:
+    def _describe(self, own: Gradients) -> Plan:
+        """Return the plan for this rank's gradients."""
+        arrays = own.arrays
         present = tuple([array is not None for array in arrays])
         options = (
             *self.options.items(),
-            ("weighted", str(self._weight is not None)),
+            ("weighted", str(self._step.weight is not None)),
             ("memory", "host" if self._gpu() is None else "GPU"),
         )
-        key = (present, self._own.tensors.signature, tuple(self._own.overlaps), options)
+        key = (present, own.tensors.signature, tuple(own.overlaps), options)
         if key not in self._plans:
             if len(self._plans) == 8:  # the set of gradients changes all the time
                 self._plans.clear()
@@ -422,7 +471,7 @@ class Reducer:
                     for (name, _), array in zip(self._parameters, arrays, strict=True)
                 ),
                 present=present,
-                owners=self._own.owners(self._parameters),
+                owners=own.owners(self._parameters),
                 bucket_bytes=self._bucket_bytes,
                 wire=self._compression.wire,
                 options=options,
@@ -452,10 +501,10 @@ class Reducer:
         """Record whether these gradients are finite; arrays[k] is the gradient of chosen[k]."""
         names = [self._parameters[i][0] for i in chosen]
         named = list(zip(names, arrays, strict=True))
-        self._finding = find_non_finite(named, self._finding)
+        self._step.finding = find_non_finite(named, self._step.finding)
 
-    def _report_findings(self) -> None:
-        text = in_words(self._findings, self._label)
+    def _report(self, findings: dict[int, Finding | None], label: str) -> None:
+        text = in_words(findings, label)
         if self._check_finite == "raise":
             raise NonFiniteError(text)
         if self.group.rank == 0:
@@ -464,8 +513,7 @@ class Reducer:
     # On a GPU with NCCL, where a step does not wait for the other ranks' programs.
 
     def _compares_later(self) -> bool:
-        agreed = self._agreed
-        if agreed is None or not agreed.gpu or self._op is Adasum:
+        if self._agreed is None or not self._agreed.plan.gpu or self._op is Adasum:
             return False
         if isinstance(self._compression, OwnCompressor):
             return False
@@ -473,9 +521,7 @@ class Reducer:
 
     def _gpu(self) -> int | None:
         """Return the GPU of the gradients; None for host memory."""
-        if len(self._own.tensors):
-            self._place = self._own.tensors.device
-        elif self._place is None:  # no gradient yet: assume that it is where its parameter is
+        if self._place is None:  # no gradient yet: assume that it is where its parameter is
             gpu = gpu_of(self._adapter.value(self._parameters[0][1])) if self._parameters else None
             self._place = HOST if gpu is None else gpu
         return None if self._place == HOST else self._place
@@ -488,10 +534,10 @@ class Reducer:
         plan, it sends zeros for them; if no rank follows the plan, the ranks agree on a new one;
         anything else is a MismatchError.
         """
-        plan = self._agreed
-        assert plan is not None
+        assert self._agreed is not None
+        plan = self._agreed.plan
         follows = mine == plan
-        begun = len(self._handles)
+        begun = len(self._step.handles)
         if follows or mine.lacks_only_some_of(plan):
             full, zeros = list(arrays), dict(copied)
             self._fill(plan, full, zeros)
@@ -510,73 +556,67 @@ class Reducer:
 
     # All ranks' gradients.
 
-    def _agree(self, mine: Plan) -> tuple[Plan, int]:
-        """Return the common plan, and how many buckets of the last plan some rank has begun."""
+    def _offer(
+        self, plan: Plan, note: Any = "", rates: tuple[float, ...] = (), failure: str = ""
+    ) -> Offer:
         if not (self._title or self._number):
             if self.group not in _numbers:
                 _numbers[self.group] = _Numbers(self.group)
             self._number = next(_numbers[self.group])
-            self._relabel()
-        plan, n_begun, total_weight = self.group.direct(
-            lambda transport: self._meet(transport, mine)
+        return Offer(
+            plan,
+            None if self._agreed is None else self._agreed.plan,
+            len(self._step.handles),
+            self._what,
+            self._attempt,
+            note,
+            self._step.finding,
+            rates,
+            failure,
+        )
+
+    def _agree(self, mine: Offer) -> Common:
+        weight = 1.0 if self._step.weight is None else self._step.weight
+        common, total_weight = self.group.direct(
+            lambda transport: self._meet(transport, mine, weight)
         )
         if total_weight <= 0:
             self._begin_attempt(self._attempt + 1)
             raise ValueError("every rank passed weight 0 in this step: at least one needs samples")
-        return plan, n_begun
+        return common
 
-    def _meet(self, transport: Transport, mine: Plan) -> tuple[Plan, int, float]:
-        agreed = 0 if self._agreed is None else self._agreed.digest
+    def _meet(self, transport: Transport, mine: Offer, weight: float) -> tuple[Common, float]:
         recorder.operation(self._label, "agree")
-        headers = transport.agree(
-            hash63(
-                f"{self._label} {agreed} {mine.digest} {self.note} {self._finding} "
-                f"{shown(self.rates)} {self._failure}"
-            ),
-            count=len(self._handles),
-            weight=self._own_weight,
-            label=self._label,
-        )
+        headers = transport.agree(mine.digest, count=mine.n_begun, weight=weight, label=self._label)
         recorder.begin()
         here = not_joined(headers)
-        self._findings = {transport.ranks[r]: self._finding for r in here}
-        self.all_are_here = len(here) == len(headers)
+        all_are_here = len(here) == len(headers)
         if len({headers[r].digest for r in here}) == 1:
-            plan, n_begun = mine, max(headers[r].count for r in here)
-            if len(here) < len(headers):
+            notes = dict.fromkeys(transport.ranks, mine.note)
+            findings = {transport.ranks[r]: mine.finding for r in here}
+            n_begun = max(headers[r].count for r in here)
+            common = Common(mine.plan, n_begun, notes, findings, all_are_here)
+            if not all_are_here:
                 # Ranks that have joined take part in the exchange, but not in this.
                 exchange_texts(transport, "")
         else:
-            plan, n_begun = self._settle(mine, here)
-        return plan, n_begun, sum(header.weight for header in headers)
+            common = self._settle(mine, here)._replace(all_are_here=all_are_here)
+        return common, sum(header.weight for header in headers)
 
-    def _settle(self, mine: Plan, here: Sequence[int]) -> tuple[Plan, int]:
-        """Return a common plan of the ranks `here`, whose plans differ, if that is possible."""
-        offer = Offer(
-            mine,
-            self._agreed,
-            len(self._handles),
-            self._step,
-            self._attempt,
-            self.note,
-            self._finding,
-            self.rates,
-            self._failure,
-        )
-        everyone = exchange_reports(self.group.transport, Report(self._label, offer))
+    def _settle(self, mine: Offer, here: Sequence[int]) -> Common:
+        """Agree with the other ranks `here`, whose plans differ, if that is possible."""
+        everyone = exchange_reports(self.group.transport, Report(self._label, mine))
         reports, ranks = [everyone[r] for r in here], [self.group.transport.ranks[r] for r in here]
         offers: list[Offer] = [report.data for report in reports]
         if not all(isinstance(offer, Offer) for offer in offers):  # peers are in another call
             raise MismatchError(explain(self._label, [report.text for report in reports], ranks))
-        self.notes = dict(zip(ranks, (offer.note for offer in offers), strict=True))
-        self._findings = dict(zip(ranks, (offer.finding for offer in offers), strict=True))
         n_begun = max(offer.n_begun for offer in offers)
         attempts = [offer.attempt for offer in offers]
         try:
             failures = [offer.failure for offer in offers if offer.failure]
             if failures:
                 raise MismatchError(
-                    f"{self._step} cannot be exchanged, because of an error on another rank, "
+                    f"{mine.step} cannot be exchanged, because of an error on another rank, "
                     f"which raises it: {'; '.join(failures)}"
                 )
             steps = [offer.step for offer in offers]
@@ -597,7 +637,7 @@ class Reducer:
                 )
             if len(set(attempts)) > 1:
                 self._join_attempts(attempts, here)
-                return plan, 0
+                n_begun = 0
             if n_begun and len({offer.agreed for offer in offers}) > 1:
                 sent = [f"sent {offer.n_begun} buckets" for offer in offers]
                 raise MismatchError(
@@ -608,28 +648,29 @@ class Reducer:
         except MismatchError:
             self._begin_attempt(max(attempts) + 1)
             raise
-        return plan, n_begun
+        notes = {rank: offer.note for rank, offer in zip(ranks, offers, strict=True)}
+        findings = {rank: offer.finding for rank, offer in zip(ranks, offers, strict=True)}
+        return Common(plan, n_begun, notes, findings, False)
 
     def _join_attempts(self, attempts: Sequence[int], here: Sequence[int]) -> None:
         """Continue with one attempt, from its beginning; MismatchError if gradients were mixed."""
         transport = self.group.transport
         is_changed = self._withdraw()
-        headers = transport.agree(hash63(self._step), count=int(is_changed), label=self._step)
+        what = self._what
+        headers = transport.agree(hash63(what), count=int(is_changed), label=what)
         if len(here) < len(headers):
             exchange_texts(transport, "")
         ranks = [transport.ranks[r] for r in here]
         mixed = [transport.ranks[r] for r in here if headers[r].count]
         if mixed:
-            who = who_has([f"attempt {attempt}" for attempt in attempts], ranks)
-            what = ["gradients that were averaged with abandoned ones"] * len(mixed)
+            who = who_has([_which_try(attempt) for attempt in attempts], ranks)
+            so = who_has(["gradients that were averaged with abandoned ones"] * len(mixed), mixed)
             raise MismatchError(
                 "A backward pass was abandoned on some ranks, after an error or an interrupt, and "
-                f"finished on others: of {self._step}, {who}. So {who_has(what, mixed)}. Drop the "
-                "gradients of this step on every rank with zero_grad(), and continue with the next "
-                "batch."
+                f"finished on others: of {what}, {who}. So {so}. Drop the gradients of this step "
+                "on every rank with zero_grad(), and continue with the next batch."
             )
         self._attempt = max(attempts)
-        self._relabel()
 
     def _begin_attempt(self, number: int) -> None:
         """Give up this attempt, as all ranks do, and give the next one that number."""
@@ -638,39 +679,38 @@ class Reducer:
 
     # Sending.
 
-    def _leave_early(self) -> None:
-        assert self._agreed is not None
-        number = len(self._handles)
-        bucket = self._agreed.buckets[number]
+    def _leave_early(self, agreed: AgreedPlan) -> None:
+        step = self._step
+        number = len(step.handles)
+        bucket = agreed.plan.buckets[number]
         arrays = [self._adapter.gradient(self._parameters[i][1]) for i in bucket]
         # A gradient that differs from the plan, and all after it, wait for finish(), where the
         # ranks determine whether it changed on all of them.
         try:
             tensors = tensors_of(arrays)
-            self._changed = tensors.signature != self._signatures[number] or bool(
-                tensors.overlaps()
-            )
+            step.waits = tensors.signature != agreed.signatures[number] or bool(tensors.overlaps())
         except (TypeError, ValueError, BufferError):
-            self._changed = True
-        if not self._changed:
+            step.waits = True
+        if not step.waits:
             if self._check_finite:
                 self._scan(bucket, arrays)
-            self._send(self._agreed, bucket, arrays)
+            self._send(agreed.plan, bucket, arrays)
 
     def _send(
         self, plan: Plan, bucket: tuple[int, ...], arrays: list[Any], follows: bool = True
     ) -> bool:
         names = [plan.entries[i].name for i in bucket]
-        number = len(self._handles) + 1
+        handles = self._step.handles
+        number = len(handles) + 1
         label = f"{self._label}, bucket {number} of {len(plan.buckets)} ({_some_of(names)})"
         if plan.gpu and self._compares_later():
             # A stream keeps operations in order, so names need not be matched.
             sent = self._exchange(arrays, names, label, follows=follows)
             if sent:
-                self._handles.append(Handle(label, None, lambda: None))
+                handles.append(Handle(label, None, lambda: None))
             return bool(sent)
         exchange = self.group.exchange_async
-        self._handles.append(self._exchange(arrays, names, label, exchange, shared=self.shared))
+        handles.append(self._exchange(arrays, names, label, exchange, shared=self.shared))
         return True
 
     def _exchange(
@@ -682,7 +722,7 @@ class Reducer:
         **how: Any,
     ) -> Any:
         """Call `exchange`, by default that of the group, and return its result."""
-        how |= self._how | {"names": names, "label": label, "weight": self._weight}
+        how |= self._how | {"names": names, "label": label, "weight": self._step.weight}
         wire, sent, restored = self._compression.compressed(arrays)
         result = (exchange or self.group.exchange)(sent, compression=wire, **how)
         if wire is self._compression:
@@ -702,37 +742,6 @@ class Reducer:
             if plan.present[i] and owner in copied:
                 self._adapter.set_gradient(self._parameters[i][1], copied[owner])
 
-    def _adopt(self, plan: Plan, arrays: list[Any]) -> None:
-        """Let buckets leave early under `plan` from now on."""
-        if self._agreed == plan:
-            return
-        self._agreed = plan
-        self._signatures = [tensors_of([arrays[i] for i in b]).signature for b in plan.buckets]
-        # Memory shared by several parameters is complete when all of them are ready.
-        of_owner = {i: number for number, bucket in enumerate(plan.buckets) for i in bucket}
-        self._bucket_of = {
-            i: of_owner[owner] for i, owner in enumerate(plan.owners) if plan.present[i]
-        }
-        members = Counter(self._bucket_of.values())
-        self._n_members = [members[number] for number in range(len(plan.buckets))]
-
-    def _reset(self) -> None:
-        """Begin a new step, in which nothing is ready or in flight."""
-        self._overlap.forget()
-        self._weight = None
-        self._finding = None
-        self._findings = {}
-        self._changed = False
-        self._relabel()  # the attempt may have changed
-        self._handles = []
-        self._own = NONE  # do not keep gradients alive that the caller drops
-        self._n_ready = [0] * len(self._parameters)
-        self._n_awaited = list(self._n_members)
-
-    @property
-    def _own_weight(self) -> float:
-        return 1.0 if self._weight is None else self._weight
-
 
 def learning_rates(param_groups: Any) -> tuple[float, ...]:
     """Return the learning rates of groups like torch's, as far as they are numbers."""
@@ -751,6 +760,10 @@ def _are_close(rates: tuple[float, ...], others: tuple[float, ...]) -> bool:
         math.isclose(rate, other, rel_tol=1e-6) or (math.isnan(rate) and math.isnan(other))
         for rate, other in zip(rates, others, strict=True)
     )
+
+
+def _which_try(attempt: int) -> str:
+    return f"try {attempt} of the backward pass"
 
 
 def _some_of(names: Sequence[str]) -> str:

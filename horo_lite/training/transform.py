@@ -40,6 +40,8 @@ class Transform:
         self._slots: list[_Slot] = []
         self._reducer: Reducer | None = None
         self._ranks: Any = None  # for which the reducer was made
+        self._note = ""  # for the other ranks
+        self._notes: dict[int, str] = {}  # those of all ranks
 
     def __call__(
         self, names: Sequence[str], gradients: Sequence[Any], weight: float | None = None
@@ -56,7 +58,7 @@ class Transform:
                 self._adapter.compute(self._slots)
                 for slot in self._slots:
                     slot.grad = _copied(slot.name, slot.grad)
-            reducer.finish()
+            self._notes = reducer.finish(self._note).notes
             return [slot.grad for slot in self._slots]
         finally:
             self._adapter.like = None

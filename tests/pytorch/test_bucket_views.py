@@ -153,7 +153,7 @@ def test_the_bits_of_the_ordinary_exchange_and_the_model_of_one_process(
         number: [way for label, way in in_place if f"optimizer {number}," in label]
         for number in (1, 2)
     }
-    n_first = sum("optimizer 1, exchange 1 of step 1" in label for label, _ in in_place)
+    n_first = sum("optimizer 1, step 1" in label for label, _ in in_place)
     n = len(by_optimizer[1])
     assert n - n_first >= 5 * size * 3
     assert sorted(by_optimizer[1]) == [False] * n_first + [True] * (n - n_first)

@@ -1633,9 +1633,7 @@ def test_exchanges_of_different_steps_are_not_mixed() -> None:
             optimizer.zero_grad()
 
     message = fails_alike(2, rank, MismatchError)
-    assert "exchange 2 of step 1, rank 1 has gradients of optimizer 1, exchange 1 of step 2" in (
-        message
-    )
+    assert "backward pass 2 of step 1, rank 1 has gradients of optimizer 1, step 2" in message
 
 
 def test_a_rank_whose_backward_touches_nothing_takes_part_in_step() -> None:

@@ -709,7 +709,7 @@ def test_torch_gradients_that_leave_early_are_looked_at_before_they_do(
     assert others == [message]
     # The bias's gradient, 2, is finite: the weight's is the first that NaN samples affect.
     assert message.startswith("the gradient of '3.weight' has 32 NaN on rank 1, before averaging")
-    assert "exchange 1 of step 4)" in message
+    assert "optimizer 1, step 4)" in message
 
 
 @pytest.mark.mpi

@@ -1200,14 +1200,16 @@ def check_abandoned_steps(group: Group) -> None:
                 ops.barrier(group=group)  # rank 0 gives up its attempt before these submit anything
             reducer.ready(1)
             if fails == "late" and attempt == 0:
-                while not group.poll(reducer._handles[0]):
+                while not group.poll(reducer._step.handles[0]):
                     time.sleep(0.001)
             if abandons and attempt == 0:
                 reducer.abandon()
                 if fails == "on rank 0":
                     ops.barrier(group=group)
         if fails == "late":
-            with pytest.raises(MismatchError, match="rank 0 has attempt 2, rank") as caught:
+            with pytest.raises(
+                MismatchError, match="rank 0 has try 2 of the backward pass, rank"
+            ) as caught:
                 reducer.finish()
             assert len(set(ops.allgather_object(str(caught.value), group=group))) == 1
             continue
