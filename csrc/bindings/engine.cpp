@@ -24,7 +24,8 @@ namespace horo {
 namespace {
 
 using Describe = Function<std::string()>;
-using Participate = Function<std::pair<double, nb::bytes>(ListOf<int>)>;
+using Headers = ListOf<std::tuple<uint64_t, int64_t, double>>;
+using Participate = Function<std::tuple<int64_t, double, nb::bytes>(ListOf<int>)>;
 using Explain = Function<std::string(std::string, ListOf<std::string>, ListOf<int>)>;
 
 // Whether every rank raises this error in an operation, at the same point, so that the next operation can follow.
@@ -36,6 +37,16 @@ std::vector<double> weights_of(const std::vector<Entry>& entries) {
   std::vector<double> weights;
   for (const Entry& entry : entries) weights.push_back(entry.weight);
   return weights;
+}
+
+std::vector<std::tuple<uint64_t, int64_t, double>> headers_of(const std::vector<Entry>& entries) {
+  std::vector<std::tuple<uint64_t, int64_t, double>> headers;
+  for (const Entry& entry : entries) headers.emplace_back(entry.digest, entry.count, entry.weight);
+  return headers;
+}
+
+bool counts_differ(const std::vector<Entry>& entries) {
+  return std::any_of(entries.begin(), entries.end(), [&](const Entry& each) { return each.count != entries[0].count; });
 }
 
 constexpr double kBetweenSignalsSeconds = 0.05;  // how long a wait may delay Ctrl-C
@@ -83,11 +94,12 @@ struct PyJob {
 };
 
 std::shared_ptr<PyJob> new_job(const std::shared_ptr<Engine>& engine, const std::string& name, uint64_t digest,
-                               double weight, Describe describe, Participate participation, const Tensors* changes) {
+                               int64_t count, double weight, Describe describe, Participate participation,
+                               const Tensors* changes) {
   auto job = std::make_shared<PyJob>();
   job->engine = engine;
   job->job = std::make_shared<Job>();
-  job->job->entry = {name, digest, weight};
+  job->job->entry = {name, digest, count, weight};
   for (const Buffer& buffer : changes == nullptr ? std::vector<Buffer>() : changes->buffers()) {
     const auto begin = reinterpret_cast<uintptr_t>(buffer.data);
     if (buffer.n_bytes != 0) job->job->changes.emplace_back(begin, begin + buffer.n_bytes);
@@ -98,15 +110,33 @@ std::shared_ptr<PyJob> new_job(const std::shared_ptr<Engine>& engine, const std:
   job->job->participation = [held = shared(participation)](const std::vector<int>& joined) {
     return in_python([&] {
       try {
-        const auto [weight, text] = nb::cast<std::pair<double, nb::bytes>>(nb::handle(held.get())(joined));
-        return Participation{"", weight, std::string(text.c_str(), text.size())};
+        const auto [count, weight, text] =
+            nb::cast<std::tuple<int64_t, double, nb::bytes>>(nb::handle(held.get())(joined));
+        return Participation{"", count, weight, std::string(text.c_str(), text.size())};
       } catch (const nb::python_error& error) {
         if (!error.matches(error_class("MismatchError"))) throw;
-        return Participation{nb::cast<std::string>(nb::str(error.value())), 1.0, ""};
+        return Participation{nb::cast<std::string>(nb::str(error.value())), 0, 1.0, ""};
       }
     });
   };
   return job;
+}
+
+using Run = std::function<void(const std::vector<Entry>&)>;
+
+// Runs a Python function, whose result becomes the job's value.
+Run run_of(const std::shared_ptr<PyJob>& job, Function<nb::object(Headers)> function) {
+  return [held = shared(function), weak = std::weak_ptr<PyJob>(job)](const std::vector<Entry>& entries) {
+    in_python([&] {
+      try {
+        nb::object value = nb::handle(held.get())(headers_of(entries));
+        if (const auto strong = weak.lock()) strong->value = shared(value);
+      } catch (const nb::python_error& error) {
+        if (!is_raised_by_all(error)) throw;
+        throw Recoverable{std::make_exception_ptr(PythonError(error))};
+      }
+    });
+  };
 }
 
 std::shared_ptr<Engine> new_engine(std::unique_ptr<Channel> channel, std::vector<int> ranks, Explain explain,
@@ -179,13 +209,14 @@ void bind_engine(nb::module_& m) {
       .def(
           "submit_allreduce",
           [](const std::shared_ptr<Engine>& engine, const std::shared_ptr<EngineGroup>& group, const std::string& name,
-             uint64_t digest, PyTensors tensors, const std::string& op, const std::string& wire, double prescale,
-             double scale, double weight, Describe describe, Participate participation,
-             const std::vector<ptrdiff_t>& distances, const Tensors* changes) {
-            auto job = new_job(engine, name, digest, weight, describe, participation, changes);
+             uint64_t digest, Function<nb::object(Headers)> function, PyTensors tensors, const std::string& op,
+             const std::string& wire, double prescale, double scale, int64_t count, double weight, Describe describe,
+             Participate participation, const std::vector<ptrdiff_t>& distances, const Tensors* changes) {
+            auto job = new_job(engine, name, digest, count, weight, describe, participation, changes);
             const Tensors* refs = &nb::cast<Tensors&>(tensors);
-            job->job->run = [=, held = shared(tensors), op = op_of(op),
+            job->job->run = [=, otherwise = run_of(job, function), held = shared(tensors), op = op_of(op),
                              wire = wire_of(wire)](const std::vector<Entry>& entries) {
+              if (counts_differ(entries)) return otherwise(entries);
               auto [weights, divisor] = weighting(op, weights_of(entries));
               weights = multiplied(std::move(weights), prescale, entries.size());
               group->reduce(entries[0].name, refs->refs(), op, wire, weights, {scale, divisor}, distances);
@@ -193,32 +224,25 @@ void bind_engine(nb::module_& m) {
             engine->submit(job->job);
             return job;
           },
-          "group"_a, "name"_a, "digest"_a, "tensors"_a, "op"_a, "wire"_a, "prescale"_a, "scale"_a, "weight"_a,
-          "describe"_a, "participation"_a, "distances"_a = std::vector<ptrdiff_t>(), "changes"_a = nb::none(),
-          "With `distances`, like reduce_in_place. `changes`: the caller's memory that it changes, which no other "
+          "group"_a, "name"_a, "digest"_a, "function"_a, "tensors"_a, "op"_a, "wire"_a, "prescale"_a, "scale"_a,
+          "count"_a, "weight"_a, "describe"_a, "participation"_a, "distances"_a = std::vector<ptrdiff_t>(),
+          "changes"_a = nb::none(),
+          "Like submit_call, but without Python, unless the ranks' counts differ. With `distances`, like "
+          "reduce_in_place. `changes`: the caller's memory that it changes, which no other "
           "operation in flight may change.")
       .def(
           "submit_call",
           [](const std::shared_ptr<Engine>& engine, const std::string& name, uint64_t digest,
-             Function<nb::object(ListOf<double>)> function, double weight, Describe describe, Participate participation,
-             const Tensors* changes) {
-            auto job = new_job(engine, name, digest, weight, describe, participation, changes);
-            std::weak_ptr<PyJob> weak = job;
-            job->job->run = [held = shared(function), weak](const std::vector<Entry>& entries) {
-              in_python([&] {
-                try {
-                  nb::object value = nb::handle(held.get())(weights_of(entries));
-                  if (const auto strong = weak.lock()) strong->value = shared(value);
-                } catch (const nb::python_error& error) {
-                  if (!is_raised_by_all(error)) throw;
-                  throw Recoverable{std::make_exception_ptr(PythonError(error))};
-                }
-              });
-            };
+             Function<nb::object(Headers)> function, int64_t count, double weight, Describe describe,
+             Participate participation, const Tensors* changes) {
+            auto job = new_job(engine, name, digest, count, weight, describe, participation, changes);
+            job->job->run = run_of(job, function);
             engine->submit(job->job);
             return job;
           },
-          "name"_a, "digest"_a, "function"_a, "weight"_a, "describe"_a, "participation"_a, "changes"_a = nb::none())
+          "name"_a, "digest"_a, "function"_a, "count"_a, "weight"_a, "describe"_a, "participation"_a,
+          "changes"_a = nb::none(),
+          "When every rank has submitted it, call `function` with their digests, counts and weights, in rank order.")
       .def(
           "submit_join",
           [](const std::shared_ptr<Engine>& engine, Function<nb::object(nb::bytes)> stand_in) {

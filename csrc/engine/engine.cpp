@@ -71,6 +71,7 @@ void write_entry(Writer& writer, const Entry& entry) {
   writer.number(entry.is_withdrawal);
   if (entry.is_withdrawal) return;
   writer.number(entry.digest);
+  writer.number(static_cast<uint64_t>(entry.count));
   writer.real(entry.weight);
 }
 
@@ -80,6 +81,7 @@ Entry read_entry(Reader& reader) {
   entry.is_withdrawal = reader.number() != 0;
   if (entry.is_withdrawal) return entry;
   entry.digest = reader.number();
+  entry.count = static_cast<int64_t>(reader.number());
   entry.weight = reader.real();
   return entry;
 }
@@ -526,6 +528,7 @@ std::shared_ptr<Job> Engine::stand_in(const std::string& name, std::shared_ptr<J
   if (job != nullptr) {
     const Participation participation = job->participation(numbers([&](int r) { return !known->has[r]; }));
     mine.string(participation.refusal);
+    mine.number(static_cast<uint64_t>(participation.count));
     mine.real(participation.weight);
     mine.string(participation.text);
   }
@@ -534,6 +537,7 @@ std::shared_ptr<Job> Engine::stand_in(const std::string& name, std::shared_ptr<J
   Reader reader(everyone[first]);
   if (const std::string refusal = reader.string(); !refusal.empty()) throw Mismatch(refusal);
   Entry entry = known->entries[first];
+  entry.count = static_cast<int64_t>(reader.number());
   entry.weight = reader.real();
   if (job == nullptr) {
     std::shared_ptr<Job> join;

@@ -39,6 +39,7 @@ struct Recoverable {
 // How a rank that has joined takes part in an operation of the others.
 struct Participation {
   std::string refusal;  // why it cannot, if so
+  int64_t count = 0;
   double weight = 1.0;  // of its contribution
   std::string text;
 };
@@ -67,6 +68,7 @@ class Channel {
 struct Entry {
   std::string name;
   uint64_t digest = 0;  // of everything that must be the same on all ranks
+  int64_t count = 0;    // may differ between ranks, such as a size
   double weight = 1.0;
   uint64_t sequence = 0;  // its number among all announcements, the same on every rank
   bool is_withdrawal = false;

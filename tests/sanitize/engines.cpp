@@ -30,7 +30,7 @@ Pending reduction_job(Rank& me, const std::string& name, const Reduction& what) 
     all_reduce(*me.group, weighted, *tensors);
   };
   job.describe = [seed = what.seed] { return "seed " + std::to_string(seed); };
-  job.participation = [name](const std::vector<int>&) { return Participation{"", 0.0, name}; };
+  job.participation = [name](const std::vector<int>&) { return Participation{"", 0, 0.0, name}; };
   return pending;
 }
 
