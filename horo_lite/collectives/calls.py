@@ -28,7 +28,15 @@ from horo_lite.collectives.participation import (
     neutral,
     specs_of,
 )
-from horo_lite.transports.agreement import agree, allocated, exchange_bytes, needs_all
+from horo_lite.transports.agreement import (
+    StandIn,
+    agree,
+    allocated,
+    digest_of,
+    exchange_bytes,
+    needs_all,
+)
+from horo_lite.transports.interface import Header
 
 if TYPE_CHECKING:
     from horo_lite.collectives.group import Group
@@ -62,6 +70,11 @@ class Part:
     follows: bool = True
     label: str = ""
     offsets: tuple[int, ...] | None = None  # in `shared`, if all arrays are known to be there
+
+    @property
+    def own_weight(self) -> float:
+        """Its weight: 1 in operations without weights."""
+        return 1.0 if self.weight is None else self.weight
 
     @property
     def changes(self) -> _native.Tensors | None:
@@ -98,11 +111,43 @@ class Call(ABC, Generic[T]):
         """Do what can fail on one rank alone, before the ranks compare anything."""
 
     def check(self, part: Part) -> None:
-        """Raise, before a direct call, the errors that the engine raises for asynchronous ones."""
+        """Raise ValueError for arguments that are invalid, and that all ranks have compared."""
+
+    def contract(self, part: Part) -> object:
+        """Return everything that must be the same on all ranks."""
+        return part.label
+
+    def describe(self, part: Part) -> str:
+        """Return the contract as text, an item per line, for a MismatchError."""
+        return part.label
+
+    def count(self, part: Part) -> int:
+        """Return a number that all ranks must know, and that may differ, such as a size."""
+        return 0
 
     @abstractmethod
+    def move(self, part: Part, transport: Transport, headers: Sequence[Header]) -> Finish[T]:
+        """Execute the operation on all ranks, which have been compared. On GPUs: queue it."""
+
+    def queue(self, part: Part, transport: Transport) -> Finish[T] | None:
+        """Queue the operation on a GPU, if all ranks can do so without being compared before."""
+        return None
+
     def run(self, part: Part, transport: Transport) -> Finish[T]:
-        """Compare with the other ranks, then execute the operation. On GPUs: queue it."""
+        """Compare with the other ranks, then execute the operation."""
+        queued = self.queue(part, transport)
+        if queued is not None:
+            return queued
+        headers = agree(
+            transport,
+            part.label,
+            self.contract(part),
+            lambda: self.describe(part),
+            self.count(part),
+            part.own_weight,
+            lambda joined: self.participation(part, transport.ranks, joined),
+        )
+        return self.move(part, transport, headers)
 
     def submit(
         self, part: Part, engine: _native.Engine, transport: Transport
@@ -114,18 +159,33 @@ class Call(ABC, Generic[T]):
             memory.begin()
         job = engine.submit_call(
             part.label,
-            0,
-            lambda weights: self.run(part, used_by_all(transport, memory)),
-            1.0,
-            lambda: part.label,
+            digest_of(self.contract(part)),
+            lambda headers: self._run_matched(part, transport, headers),
+            self.count(part),
+            part.own_weight,
+            lambda: self.describe(part),
             lambda joined: self.participation(part, transport.ranks, joined),
-            part.changes,
+            self.changes(part),
         )
         return job, lambda: cast("Finish[T]", job.value())()
 
-    def participation(
-        self, part: Part, ranks: Sequence[int], joined: Sequence[int]
-    ) -> tuple[float, bytes]:
+    def changes(self, part: Part) -> _native.Tensors | None:
+        """Return the caller's memory that no other operation in flight may change."""
+        return part.changes
+
+    def _run_matched(
+        self, part: Part, transport: Transport, headers: Sequence[tuple[int, int, float]]
+    ) -> Finish[T]:
+        """Execute it, on the engine's thread of every rank."""
+        self.check(part)
+        # Several operations may be run after one round of the engines. A peer must not begin this
+        # one while this rank still reads the memory that it shared in the previous one.
+        transport.agree(0, label=part.label)
+        stream = part.memory.stream
+        used = transport if stream is None else stream.transport_of_all()
+        return self.move(part, used, [Header(*header) for header in headers])
+
+    def participation(self, part: Part, ranks: Sequence[int], joined: Sequence[int]) -> StandIn:
         """Describe how ranks that have `joined` take part; see `described_by`.
 
         Args:
@@ -140,16 +200,16 @@ class Call(ABC, Generic[T]):
 
     def stand_in(
         self, part: Part, joined: Sequence[int], weight: float = 1.0, **own: Any
-    ) -> tuple[float, bytes]:
+    ) -> StandIn:
         """Have the ranks that joined make the same Call, each with a `part_that_changes_nothing`.
 
         They receive the arrays' `specs` (by default those of this rank) and the arguments `own`,
-        which are specific to this kind of Call.
+        which are specific to this kind of Call. The count in their headers is 0.
         """
         specs = own.pop("specs", None) or specs_of(part.memory.tensors)
         try:
             return described_by(
-                _take_part, weight, call=self, label=part.label, specs=specs, own=own
+                _take_part, 0, weight, call=self, label=part.label, specs=specs, own=own
             )
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             return needs_all(f"{part.label} ({error})")(joined)
@@ -180,11 +240,6 @@ def _take_part(
             group.run(call, part)
 
 
-def used_by_all(transport: Transport, memory: Memory) -> Transport:
-    """Return the transport for the arrays' device, on the engine's thread of every rank."""
-    return transport if memory.stream is None else memory.stream.transport_of_all()
-
-
 # --- moving data
 
 
@@ -194,17 +249,17 @@ class AllGather(Call[Array]):
 
     kind = "allgather"
 
-    def run(self, part: Part, transport: Transport) -> Finish[Array]:
+    def contract(self, part: Part) -> object:
+        return self.describe(part)
+
+    def describe(self, part: Part) -> str:
+        return f"{part.label}\n{rows_and_row(part.memory)[1]}"
+
+    def count(self, part: Part) -> int:
+        return rows_and_row(part.memory)[0]
+
+    def move(self, part: Part, transport: Transport, headers: Sequence[Header]) -> Finish[Array]:
         rows = part.memory
-        n_rows, row = rows_and_row(rows)
-        headers = agree(
-            transport,
-            part.label,
-            (part.label, row),
-            lambda: f"{part.label}\n{row}",
-            count=n_rows,
-            participation=lambda joined: self.participation(part, transport.ranks, joined),
-        )
         ends = np.cumsum([header.count for header in headers]).tolist()
         n_bytes = [ends[-1] * _row_bytes(rows)] * transport.size
         everyone, whole = allocated(transport, part.label, n_bytes, lambda: rows.empty(ends[-1]))
@@ -222,9 +277,7 @@ class AllGather(Call[Array]):
 
         return finish
 
-    def participation(
-        self, part: Part, ranks: Sequence[int], joined: Sequence[int]
-    ) -> tuple[float, bytes]:
+    def participation(self, part: Part, ranks: Sequence[int], joined: Sequence[int]) -> StandIn:
         if part.memory.stream is not None:
             return needs_all(part.label)(joined)
         ((dtype, shape),) = specs_of(part.memory.tensors)
@@ -256,36 +309,28 @@ class Broadcast(Call[None]):
     def tensor_names(self) -> Sequence[str]:
         return self.names
 
-    def run(self, part: Part, transport: Transport) -> Finish[None]:
+    def contract(self, part: Part) -> object:
         memory = part.memory
+        # An array shared on one rank and separate on another cannot hold the same values.
+        shared = tuple(memory.overlaps)
+        return part.label, self.root_rank, memory.tensors.signature, tuple(self.names), shared
 
-        def describe() -> str:
-            shared = [f"{i} and {k} ({n} bytes apart)" for i, k, n, _ in memory.overlaps]
-            return "\n".join(
-                [
-                    part.label,
-                    f"root_rank {self.root_rank}",
-                    f"arrays that share memory: {', '.join(shared) or 'none'}",
-                    *memory.describe(self.names),
-                ]
-            )
+    def describe(self, part: Part) -> str:
+        shared = [f"{i} and {k} ({n} bytes apart)" for i, k, n, _ in part.memory.overlaps]
+        return "\n".join(
+            [
+                part.label,
+                f"root_rank {self.root_rank}",
+                f"arrays that share memory: {', '.join(shared) or 'none'}",
+                *part.memory.describe(self.names),
+            ]
+        )
 
-        contract = (
-            part.label,
-            self.root_rank,
-            memory.tensors.signature,
-            tuple(self.names),
-            # An array shared on one rank and separate on another cannot hold the same values.
-            tuple(memory.overlaps),
-        )
-        headers = agree(
-            transport,
-            part.label,
-            contract,
-            describe,
-            count=memory.tensors.layout,
-            participation=lambda joined: self.participation(part, transport.ranks, joined),
-        )
+    def count(self, part: Part) -> int:
+        return part.memory.tensors.layout
+
+    def move(self, part: Part, transport: Transport, headers: Sequence[Header]) -> Finish[None]:
+        memory = part.memory
         if any(header.count != headers[0].count for header in headers):
             memory.use_c_order()
         memory.begin()
@@ -297,9 +342,7 @@ class Broadcast(Call[None]):
 
         return finish
 
-    def participation(
-        self, part: Part, ranks: Sequence[int], joined: Sequence[int]
-    ) -> tuple[float, bytes]:
+    def participation(self, part: Part, ranks: Sequence[int], joined: Sequence[int]) -> StandIn:
         if ranks[self.root_rank] in joined or part.memory.stream is not None:
             return needs_all(f"{part.label} from rank {ranks[self.root_rank]}")(joined)
         return self.stand_in(part, joined, overlaps=part.memory.overlaps)
@@ -318,11 +361,17 @@ class AllToAll(Call[tuple[Array, NDArray[np.int64]]]):
 
     kind = "alltoall"
 
-    def run(self, part: Part, transport: Transport) -> Finish[tuple[Array, NDArray[np.int64]]]:
+    def contract(self, part: Part) -> object:
+        return self.describe(part)
+
+    def describe(self, part: Part) -> str:
+        return f"{part.label}\n{rows_and_row(part.memory)[1]}"
+
+    def move(
+        self, part: Part, transport: Transport, headers: Sequence[Header]
+    ) -> Finish[tuple[Array, NDArray[np.int64]]]:
         assert part.splits is not None
         rows, counts, size = part.memory, part.splits, transport.size
-        _, row = rows_and_row(rows)
-        agree(transport, part.label, (part.label, row), lambda: f"{part.label}\n{row}")
         everyone = exchange_bytes(transport, counts.tobytes(), [counts.nbytes] * size)
         table = np.array([np.frombuffer(one, np.int64) for one in everyone])
         received = table[:, transport.rank].copy()
@@ -348,19 +397,10 @@ class Barrier(Call[None]):
 
     kind = "barrier"
 
-    def run(self, part: Part, transport: Transport) -> Finish[None]:
-        agree(
-            transport,
-            part.label,
-            part.label,
-            lambda: part.label,
-            participation=lambda joined: self.participation(part, transport.ranks, joined),
-        )
+    def move(self, part: Part, transport: Transport, headers: Sequence[Header]) -> Finish[None]:
         return lambda: None
 
-    def participation(
-        self, part: Part, ranks: Sequence[int], joined: Sequence[int]
-    ) -> tuple[float, bytes]:
+    def participation(self, part: Part, ranks: Sequence[int], joined: Sequence[int]) -> StandIn:
         return self.stand_in(part, joined)
 
 
@@ -372,14 +412,18 @@ class BroadcastBytes(Call[memoryview]):
 
     kind = "broadcast_object"
 
-    def run(self, part: Part, transport: Transport) -> Finish[memoryview]:
-        headers = agree(
-            transport,
-            part.label,
-            (part.label, self.root_rank),
-            lambda: f"{part.label}\nroot_rank {self.root_rank}",
-            count=len(part.data),
-        )
+    def contract(self, part: Part) -> object:
+        return self.describe(part)
+
+    def describe(self, part: Part) -> str:
+        return f"{part.label}\nroot_rank {self.root_rank}"
+
+    def count(self, part: Part) -> int:
+        return len(part.data)
+
+    def move(
+        self, part: Part, transport: Transport, headers: Sequence[Header]
+    ) -> Finish[memoryview]:
         n_bytes = headers[self.root_rank].count
         memory = allocated(
             transport, part.label, [n_bytes] * transport.size, lambda: np.empty(n_bytes, np.uint8)
@@ -396,8 +440,12 @@ class AllGatherBytes(Call[list[bytes]]):
 
     kind = "allgather_object"
 
-    def run(self, part: Part, transport: Transport) -> Finish[list[bytes]]:
-        headers = agree(transport, part.label, part.label, lambda: part.label, count=len(part.data))
+    def count(self, part: Part) -> int:
+        return len(part.data)
+
+    def move(
+        self, part: Part, transport: Transport, headers: Sequence[Header]
+    ) -> Finish[list[bytes]]:
         sizes = [header.count for header in headers]
         everyone = exchange_bytes(transport, part.data, sizes, part.label)
         return lambda: everyone

@@ -19,20 +19,21 @@ import numpy as np
 if TYPE_CHECKING:
     from horo_lite._native import Tensors
     from horo_lite.collectives.arrays import Array
+    from horo_lite.transports.agreement import StandIn
 
 ArraySpec: TypeAlias = "tuple[str, tuple[int, ...]]"
 """The dtype and the shape of an array."""
 
 
 def described_by(
-    function: Callable[..., None], weight: float = 1.0, **what: Any
-) -> tuple[float, bytes]:
+    function: Callable[..., None], count: int = 0, weight: float = 1.0, **what: Any
+) -> StandIn:
     """Encode the call of ranks that have joined: `function(group, asynchronous, **what)`.
 
     `function` must be a function of a module. Raises PicklingError (or TypeError, AttributeError)
     if an argument in `what` cannot be sent to other processes.
     """
-    return weight, pickle.dumps((function, what))
+    return count, weight, pickle.dumps((function, what))
 
 
 def specs_of(tensors: Tensors) -> list[ArraySpec]:

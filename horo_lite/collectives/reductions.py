@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, cast
 from horo_lite import _native, arguments
 from horo_lite.collectives import adasum, arithmetic
 from horo_lite.collectives.arrays import check_apart, described
-from horo_lite.collectives.calls import Call, Finish, Part, used_by_all
+from horo_lite.collectives.calls import Call, Finish, Part
 from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.participation import ArraySpec, neutral
 from horo_lite.collectives.shared_memory import memory_of
 from horo_lite.recording import recorder
-from horo_lite.transports.agreement import agree, digest_of, needs_all
-from horo_lite.transports.interface import Reduction
+from horo_lite.transports.agreement import StandIn, digest_of, needs_all
+from horo_lite.transports.interface import Header, Reduction
 
 if TYPE_CHECKING:
     from horo_lite.collectives.group import Group
@@ -126,21 +126,36 @@ class AllReduce(Call[bool]):
             names=self.names,
         )
 
-    def run(self, part: Part, transport: Transport) -> Finish[bool]:
-        memory = part.memory
-        watchdog = None if memory.stream is None else memory.stream.watchdog
-        if watchdog is not None and transport.queued is not None and self.op is not Adasum:
-            is_queued = self._queue(part, transport.queued, watchdog)
-            return lambda: is_queued and self._complete(part)
-        headers = agree(
-            transport,
+    def contract(self, part: Part) -> object:
+        return (
             part.label,
-            self._contract(part),
-            lambda: self._describe(part),
-            count=memory.tensors.layout,
-            weight=1.0 if part.weight is None else part.weight,
-            participation=lambda joined: self.participation(part, transport.ranks, joined),
+            self.op.value,
+            self.compression.name,
+            self.compression.wire,
+            self.prescale_factor,
+            self.postscale_factor,
+            part.memory.tensors.signature,
+            _digest_of_names(tuple(self.names)),
+            part.weight is not None,
+            _location(part),
         )
+
+    def describe(self, part: Part) -> str:
+        return "\n".join([self._options(part), *part.memory.describe(self.names)])
+
+    def count(self, part: Part) -> int:
+        return part.memory.tensors.layout
+
+    def queue(self, part: Part, transport: Transport) -> Finish[bool] | None:
+        stream = part.memory.stream
+        watchdog = None if stream is None else stream.watchdog
+        if watchdog is None or transport.queued is None or self.op is Adasum:
+            return None
+        is_queued = self._queue(part, transport.queued, watchdog)
+        return lambda: is_queued and self._complete(part)
+
+    def move(self, part: Part, transport: Transport, headers: Sequence[Header]) -> Finish[bool]:
+        memory = part.memory
         if any(header.count != headers[0].count for header in headers):
             memory.use_c_order()
             part.offsets = None
@@ -155,53 +170,28 @@ class AllReduce(Call[bool]):
     def submit(
         self, part: Part, engine: _native.Engine, transport: Transport
     ) -> tuple[_native.Job, Finish[bool]]:
-        """Have the engine compare the ranks, so that matched operations move without Python."""
-        memory = part.memory
-        if memory.stream is not None:
-            memory.use_c_order()
-        layout = memory.tensors.layout
-        digest = digest_of((self._contract(part), layout))
-        weight = 1.0 if part.weight is None else part.weight
-
-        def describe() -> str:
-            return self._describe(part, _order(layout))
-
-        def participation(joined: Sequence[int]) -> tuple[float, bytes]:
-            return self.participation(part, transport.ranks, joined)
-
-        def move(weights: Sequence[float]) -> None:
-            self.check(part)
-            self._move(part, used_by_all(transport, memory), weights)
-
-        if self._is_native(part, transport):
-            assert transport.engine_group is not None
-            in_place = part.offsets is not None and part.shared is not None
-            job = engine.submit_allreduce(
-                transport.engine_group,
-                part.label,
-                digest,
-                memory.tensors,
-                self._arithmetic(part),
-                self.compression.wire,
-                self.prescale_factor,
-                self.postscale_factor,
-                weight,
-                describe,
-                participation,
-                part.shared.distances if in_place and part.shared is not None else (),
-                self._changes(part),
-            )
-        else:
-            memory.begin()
-            job = engine.submit_call(
-                part.label,
-                digest,
-                move,
-                weight,
-                describe,
-                participation,
-                self._changes(part),
-            )
+        """Have the engine run it without Python, if it can."""
+        if not self._is_native(part, transport):
+            return super().submit(part, engine, transport)
+        assert transport.engine_group is not None
+        in_place = part.offsets is not None and part.shared is not None
+        job = engine.submit_allreduce(
+            transport.engine_group,
+            part.label,
+            digest_of(self.contract(part)),
+            lambda headers: self._run_matched(part, transport, headers),
+            part.memory.tensors,
+            self._arithmetic(part),
+            self.compression.wire,
+            self.prescale_factor,
+            self.postscale_factor,
+            self.count(part),
+            part.own_weight,
+            lambda: self.describe(part),
+            lambda joined: self.participation(part, transport.ranks, joined),
+            part.shared.distances if in_place and part.shared is not None else (),
+            self.changes(part),
+        )
         return job, lambda: self._complete(part)
 
     def _is_native(self, part: Part, transport: Transport) -> bool:
@@ -219,9 +209,7 @@ class AllReduce(Call[bool]):
             return True
         return False
 
-    def participation(
-        self, part: Part, ranks: Sequence[int], joined: Sequence[int]
-    ) -> tuple[float, bytes]:
+    def participation(self, part: Part, ranks: Sequence[int], joined: Sequence[int]) -> StandIn:
         scaled = self.op.value in ("min", "max", "product") and self.prescale_factor != 1.0
         if scaled or part.memory.stream is not None:
             return needs_all(part.label)(joined)
@@ -251,24 +239,6 @@ class AllReduce(Call[bool]):
             shared=shared,
         )
 
-    def _contract(self, part: Part) -> object:
-        """Return everything that must be the same on all ranks."""
-        return (
-            part.label,
-            self.op.value,
-            self.compression.name,
-            self.compression.wire,
-            self.prescale_factor,
-            self.postscale_factor,
-            part.memory.tensors.signature,
-            _digest_of_names(tuple(self.names)),
-            part.weight is not None,
-            _location(part),
-        )
-
-    def _describe(self, part: Part, *more: str) -> str:
-        return "\n".join([self._options(part, *more), *part.memory.describe(self.names)])
-
     def _options(self, part: Part, *more: str) -> str:
         """Return the description without the arrays."""
         location = _location(part)
@@ -292,7 +262,7 @@ class AllReduce(Call[bool]):
         def describe() -> str:
             return "\n".join([asked, *described(outline, names)])
 
-        digest = digest_of((self._contract(part), tensors.layout))
+        digest = digest_of((self.contract(part), tensors.layout))
         notice = watchdog.announce(part.label, digest, describe, follows=part.follows)
         reduction = Reduction(
             self._arithmetic(part),
@@ -308,9 +278,6 @@ class AllReduce(Call[bool]):
         part.memory.begin()
         queued.reduce(tensors, reduction, part.weight)
         return True
-
-    def _move(self, part: Part, transport: Transport, weights: Sequence[float]) -> None:
-        self._reduce(part, transport, self._reduction(part, weights))
 
     def _reduction(self, part: Part, weights: Sequence[float]) -> Reduction:
         if self.op is Adasum:
@@ -342,9 +309,6 @@ class AllReduce(Call[bool]):
         """Return the core's name of the op."""
         return self.op.value if part.weight is None else f"weighted {self.op.value}"
 
-    def _changes(self, part: Part) -> _native.Tensors | None:
-        return part.changes
-
     def _hook(self, part: Part, method: Callable[..., None], default: Callable[..., None]) -> None:
         if method is not default:
             for i, x in enumerate(part.memory.seen()):
@@ -362,7 +326,7 @@ class Exchange(AllReduce):
 
     kind = "exchange"
 
-    def _changes(self, part: Part) -> _native.Tensors | None:
+    def changes(self, part: Part) -> _native.Tensors | None:
         return None  # they have already been compared with each other
 
 
@@ -386,18 +350,12 @@ class ReduceScatter(AllReduce):
             part.memory.use_c_order()  # in other orders, rows are not consecutive in memory
         super().prepare(part)
 
-    def participation(
-        self, part: Part, ranks: Sequence[int], joined: Sequence[int]
-    ) -> tuple[float, bytes]:
+    def participation(self, part: Part, ranks: Sequence[int], joined: Sequence[int]) -> StandIn:
         return needs_all(part.label)(joined)
 
-    def submit(
-        self, part: Part, engine: _native.Engine, transport: Transport
-    ) -> tuple[_native.Job, Finish[bool]]:
-        if self._scatter(part, transport) is not None and not self._is_refused(part):
-            # As most calls do: the core alone can only run all-reduces.
-            return Call.submit(self, part, engine, transport)
-        return super().submit(part, engine, transport)
+    def _is_native(self, part: Part, transport: Transport) -> bool:
+        # The core alone can only run all-reduces.
+        return super()._is_native(part, transport) and self._scatter(part, transport) is None
 
     def _reduce(self, part: Part, transport: Transport, reduction: Reduction) -> None:
         scatter = self._scatter(part, transport)

@@ -25,9 +25,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-Participation: TypeAlias = "Callable[[Sequence[int]], tuple[float, bytes]]"
-"""Given the numbers of the ranks that have joined, return the weight of their contributions, and a
-pickled function with its arguments. Raise MismatchError if they cannot take part."""
+StandIn: TypeAlias = "tuple[int, float, bytes]"
+"""How ranks that have joined take part in an operation: the count and the weight in their headers,
+and a pickled function with its arguments, which they call."""
+
+Participation: TypeAlias = "Callable[[Sequence[int]], StandIn]"
+"""Given the numbers of the ranks that have joined, return how they take part. Raise MismatchError
+if they cannot."""
 
 
 def digest_of(contract: object) -> int:
@@ -62,7 +66,7 @@ def agree(
             raise MismatchError(explain(label, [texts[r] for r in here], ranks))
         joined = sorted(set(transport.ranks) - set(ranks))
         try:
-            mine = Report(label, (participation or needs_all(label))(joined)[1])
+            mine = Report(label, (participation or needs_all(label))(joined)[2])
         except MismatchError as refusal:
             mine = Report(str(refusal))
         report = exchange_reports(transport, mine)[here[0]]
@@ -73,7 +77,7 @@ def agree(
 def needs_all(label: str) -> Participation:
     """Return the participation of an operation that is impossible while a rank has joined."""
 
-    def refuse(joined: Sequence[int]) -> tuple[float, bytes]:
+    def refuse(joined: Sequence[int]) -> StandIn:
         who = ", ".join(map(str, joined))
         raise MismatchError(
             f"{label} needs every rank, but rank {who} has no more batches and waits in join(). "

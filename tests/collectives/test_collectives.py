@@ -84,14 +84,14 @@ def test_an_error_of_one_rank_in_an_operation_under_way_is_reported_to_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The handle raises the error itself; other handles, later calls and peers name its origin."""
-    real = AllGather.run
+    real = AllGather.move
 
-    def fails(call: AllGather, part: Part, transport: Transport) -> Any:
+    def fails(call: AllGather, part: Part, transport: Transport, headers: Any) -> Any:
         if transport.rank == 0:
             raise RuntimeError("no memory left in the allocator")
-        return real(call, part, transport)
+        return real(call, part, transport, headers)
 
-    monkeypatch.setattr(AllGather, "run", fails)
+    monkeypatch.setattr(AllGather, "move", fails)
 
     def rank(group: hvd.Group) -> list[tuple[type, str]]:
         names = ("first", "second")

@@ -21,8 +21,8 @@ from horo_lite.collectives.calls import Call, Finish, Part
 from horo_lite.errors import MismatchError
 from horo_lite.torch.distributed.arguments import Access
 from horo_lite.transports import Transport
-from horo_lite.transports.agreement import agree, digest_of, exchange_bytes
-from horo_lite.transports.interface import Reduction
+from horo_lite.transports.agreement import exchange_bytes
+from horo_lite.transports.interface import Header, Reduction
 
 T = TypeVar("T")
 _SUM = Reduction("sum")
@@ -43,45 +43,32 @@ class Buffers(Part):
 
 @dataclass(frozen=True)
 class Collective(Call[T]):
-    """A collective; `contract` is what must be the same on all ranks, one item per line."""
+    """A collective; `terms` is what must be the same on all ranks, one item per line."""
 
-    contract: str = ""
+    terms: str = ""
 
     access: ClassVar[Access]
     """What it reads and writes, if it moves tensors from some to others."""
 
-    def run(self, part: Part, transport: Transport) -> Finish[T]:
-        agree(transport, part.label, self._text, lambda: f"{part.label}\n{self._text}")
-        result = self.move(part, transport)
+    def contract(self, part: Part) -> object:
+        return self._text
+
+    def describe(self, part: Part) -> str:
+        return f"{part.label}\n{self._text}"
+
+    def changes(self, part: Part) -> None:
+        return None  # the process group looks after that
+
+    def move(self, part: Part, transport: Transport, headers: Sequence[Header]) -> Finish[T]:
+        result = self.transfer(part, transport)
         return lambda: result
-
-    def submit(
-        self, part: Part, engine: _native.Engine, transport: Transport
-    ) -> tuple[_native.Job, Finish[T]]:
-        result: list[T] = []
-
-        def run(weights: list[float]) -> None:
-            # Several operations may be run after one round of the engines. A peer must not begin
-            # this one while this rank still reads the memory that it shared in the previous one.
-            transport.agree(0, label=part.label)
-            result.append(self.move(part, transport))
-
-        job = engine.submit_call(
-            part.label,
-            digest_of(self._text),
-            run,
-            1.0,
-            lambda: f"{part.label}\n{self._text}",
-            lambda joined: self.participation(part, transport.ranks, joined),
-        )
-        return job, lambda: result[0]
 
     @property
     def _text(self) -> str:
-        return f"{self.kind}\n{self.contract}"
+        return f"{self.kind}\n{self.terms}"
 
     @abstractmethod
-    def move(self, part: Part, transport: Transport) -> T:
+    def transfer(self, part: Part, transport: Transport) -> T:
         """Execute it, after all ranks have agreed."""
 
 
@@ -91,7 +78,7 @@ class Barrier(Collective[None]):
 
     kind = "barrier"
 
-    def move(self, part: Part, transport: Transport) -> None:
+    def transfer(self, part: Part, transport: Transport) -> None:
         """Do nothing: all ranks have submitted it."""
 
 
@@ -103,18 +90,18 @@ class Broadcast(Collective[None]):
 
     kind = "broadcast"
 
-    def move(self, part: Part, transport: Transport) -> None:
+    def transfer(self, part: Part, transport: Transport) -> None:
         transport.broadcast(part.memory.tensors, self.root)
 
 
 @dataclass(frozen=True)
 class AllGather(Collective[None]):
-    """Copies the tensors of each rank to all ranks. The contract contains the sizes of each."""
+    """Copies the tensors of each rank to all ranks. The terms contain the sizes of each."""
 
     kind = "all_gather"
     access = Access(writes_each=True)
 
-    def move(self, part: Part, transport: Transport) -> None:
+    def transfer(self, part: Part, transport: Transport) -> None:
         assert isinstance(part, Buffers)
         (mine,) = part.send
         mine.copy_to(part.receive[transport.rank])
@@ -133,7 +120,7 @@ class ReduceScatter(Collective[None]):
     kind = "reduce_scatter"
     access = Access(reads_each=True)
 
-    def move(self, part: Part, transport: Transport) -> None:
+    def transfer(self, part: Part, transport: Transport) -> None:
         assert isinstance(part, Buffers)
         assert transport.host.reduce_scatter is not None
         (result,) = part.receive
@@ -154,7 +141,7 @@ class AllToAll(Collective[None]):
     kind = "all_to_all"
     access = Access(reads_each=True, writes_each=True)
 
-    def move(self, part: Part, transport: Transport) -> None:
+    def transfer(self, part: Part, transport: Transport) -> None:
         assert isinstance(part, Buffers)
         n_bytes = self.n_bytes or _exchanged_sizes(part, transport)
         part.send[transport.rank].copy_to(part.receive[transport.rank])
@@ -188,7 +175,7 @@ class GatherSparse(Collective["list[tuple[NDArray[np.int64], NDArray[np.uint8]]]
 
     kind = "sparse all_reduce"
 
-    def move(
+    def transfer(
         self, part: Part, transport: Transport
     ) -> list[tuple[NDArray[np.int64], NDArray[np.uint8]]]:
         assert isinstance(part, Buffers)

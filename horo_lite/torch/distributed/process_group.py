@@ -346,7 +346,7 @@ class ProcessGroup(dist.ProcessGroup):
         ):
             return self._reduce_scattered_by_all_reduce(outputs, parts, o)
         send, (receive,) = staged.transfer(parts, [outputs], self.rank())
-        contract = f"{o.op}, factor {o.factor}, of {_of_ranks(send)}"
+        terms = f"{o.op}, factor {o.factor}, of {_of_ranks(send)}"
         if is_bool:
             receive = [x.view(torch.uint8) for x in receive]
             send = [[x.view(torch.uint8) for x in each] for each in send]
@@ -356,7 +356,7 @@ class ProcessGroup(dist.ProcessGroup):
             receive=[result := _native.Tensors(receive)],
         )
         arithmetic.check(result, reduction.op, reduction.prescale)
-        call = ReduceScatter(contract=contract, reduction=reduction)
+        call = ReduceScatter(terms=terms, reduction=reduction)
         return self._issue(what, call, part, outputs, o, staged)
 
     def _reduce_scattered_by_all_reduce(
@@ -455,10 +455,10 @@ class ProcessGroup(dist.ProcessGroup):
             _copy_to_all(whole, [tensor])
 
         staged.do_before(finish)
-        contract = f"{o.op} of sparse {tensor.dtype}{list(tensor.shape)}"
+        terms = f"{o.op} of sparse {tensor.dtype}{list(tensor.shape)}"
         as_bytes = values.view(-1).view(torch.uint8) if values.numel() else torch.empty(0).byte()
         part = Buffers(send=[_native.Tensors([indices, as_bytes], writable=False)])
-        call = GatherSparse(contract=contract, n_axes=len(indices))
+        call = GatherSparse(terms=terms, n_axes=len(indices))
         return self._issue("all_reduce", call, part, results, o, staged)
 
     # Moving tensors.
@@ -477,9 +477,9 @@ class ProcessGroup(dist.ProcessGroup):
             copy = chosen = chosen.detach().clone()
             staged.do_after(lambda _: _copy_to_all(copy, given))
         memory = staged.in_place([chosen])
-        contract = f"from rank {self._world_ranks[root]}: {described(memory)}"
+        terms = f"from rank {self._world_ranks[root]}: {described(memory)}"
         part = Part(Memory([as_bytes(x) for x in memory], fresh=True))
-        call = Broadcast(contract=contract, root=root)
+        call = Broadcast(terms=terms, root=root)
         return self._issue("broadcast", call, part, given, o, staged)
 
     def allgather(self, outputs: Any, inputs: Any, *options: Any, **named: Any) -> Work:
@@ -562,7 +562,7 @@ class ProcessGroup(dist.ProcessGroup):
         staged: Staged,
     ) -> Work:
         send, receive = self._transfer(what, AllGather, [mine], everyone, o, staged)
-        call = AllGather(contract=f"{what} of {_of_ranks(receive)}")
+        call = AllGather(terms=f"{what} of {_of_ranks(receive)}")
         part = _buffers(send, receive)
         return self._issue(what, call, part, results, o, staged)
 
@@ -577,7 +577,7 @@ class ProcessGroup(dist.ProcessGroup):
         send = [sent if r == root else [] for r in range(self.size())]
         (n,) = (x.nbytes for x in sent)
         call = Gather(
-            contract=f"to rank {self._world_ranks[root]}: {described(sent)}",
+            terms=f"to rank {self._world_ranks[root]}: {described(sent)}",
             n_bytes=[[n * (d == root) for d in range(self.size())] for _ in range(self.size())],
         )
         part = _buffers(send, receive or [[]] * self.size())
@@ -594,7 +594,7 @@ class ProcessGroup(dist.ProcessGroup):
         receive = [received if r == root else [] for r in range(self.size())]
         (n,) = (x.nbytes for x in received)
         call = Scatter(
-            contract=f"from rank {self._world_ranks[root]}: {described(received)}",
+            terms=f"from rank {self._world_ranks[root]}: {described(received)}",
             n_bytes=[[n * (s == root)] * self.size() for s in range(self.size())],
         )
         part = _buffers(send or [[]] * self.size(), receive)
@@ -646,10 +646,10 @@ class ProcessGroup(dist.ProcessGroup):
         send, receive = self._transfer(what, AllToAll, send, receive, o, staged)
         (mine,) = own_part(send, self.rank())
         if is_even:  # all ranks know what the others send
-            contract, n_bytes = f"of {described([mine])} for each rank", [[mine.nbytes] * n] * n
+            terms, n_bytes = f"of {described([mine])} for each rank", [[mine.nbytes] * n] * n
         else:
-            contract, n_bytes = f"of {mine.dtype}, sizes by rank", []
-        call = AllToAll(contract=contract, n_bytes=n_bytes)
+            terms, n_bytes = f"of {mine.dtype}, sizes by rank", []
+        call = AllToAll(terms=terms, n_bytes=n_bytes)
         return self._issue(what, call, _buffers(send, receive), results, o, staged)
 
     def _transfer(
