@@ -80,6 +80,28 @@ def test_only_a_mismatch_of_unnamed_operations_advises_their_order(name: str) ->
     assert "give them names" in explain("allreduce 'noname.1'", ["", "float32[2]"])
 
 
+@pytest.mark.parametrize("name", ["allreduce_", "grouped_allreduce_", "broadcast_"])
+def test_ranks_may_hold_an_array_in_different_memory_orders(name: str) -> None:
+    """Elements are matched by index, by blocking and by asynchronous calls."""
+
+    def rank(group: hvd.Group) -> None:
+        order = "CF"[group.rank]
+        mine = np.array([[1, 2, 3], [4, 5, 6]], np.float32, order=order) * (1 + group.rank)
+        for way in (name, f"{name}async_"):
+            x = mine.copy(order="K")
+            given = [x] if name.startswith("grouped") else x
+            options = {"root_rank": 0} if name == "broadcast_" else {"op": hvd.Sum}
+            result = getattr(ops, way)(given, group=group, **options)
+            if way != name:
+                ops.synchronize(result, group=group)
+            factor = 1 if name == "broadcast_" else 3
+            wanted = factor * np.array([[1, 2, 3], [4, 5, 6]], np.float32)
+            assert x.flags["F_CONTIGUOUS"] == (group.rank == 1)
+            np.testing.assert_array_equal(x, wanted, err_msg=way)
+
+    run_threads(2, rank)
+
+
 def test_an_error_of_one_rank_in_an_operation_under_way_is_reported_to_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
