@@ -57,6 +57,7 @@ class Part:
         weight: Its number of samples, in an average weighted by them.
         splits: How many rows of its array go to each rank, in an all-to-all.
         data: Bytes, in operations on objects.
+        number: What the others learn of this rank in `Compare`.
         shared: Memory that the ranks of a host share, in which its arrays may be.
         follows: False for a rank that waits to learn what the others do; see `Exchange`.
         label: The operation's name in messages and records. The group sets it.
@@ -66,6 +67,7 @@ class Part:
     weight: float | None = None
     splits: NDArray[np.int64] | None = None
     data: bytes = b""
+    number: int = 0
     shared: SharedMemory | None = None
     follows: bool = True
     label: str = ""
@@ -199,17 +201,22 @@ class Call(ABC, Generic[T]):
         return needs_all(part.label)(joined)
 
     def stand_in(
-        self, part: Part, joined: Sequence[int], weight: float = 1.0, **own: Any
+        self,
+        part: Part,
+        joined: Sequence[int],
+        weight: float = 1.0,
+        count: int = 0,
+        **own: Any,
     ) -> StandIn:
         """Have the ranks that joined make the same Call, each with a `part_that_changes_nothing`.
 
         They receive the arrays' `specs` (by default those of this rank) and the arguments `own`,
-        which are specific to this kind of Call. The count in their headers is 0.
+        which are specific to this kind of Call. `weight` and `count` are those of their parts.
         """
         specs = own.pop("specs", None) or specs_of(part.memory.tensors)
         try:
             return described_by(
-                _take_part, 0, weight, call=self, label=part.label, specs=specs, own=own
+                _take_part, count, weight, call=self, label=part.label, specs=specs, own=own
             )
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             return needs_all(f"{part.label} ({error})")(joined)
@@ -402,6 +409,51 @@ class Barrier(Call[None]):
 
     def participation(self, part: Part, ranks: Sequence[int], joined: Sequence[int]) -> StandIn:
         return self.stand_in(part, joined)
+
+
+@dataclass(frozen=True)
+class Compare(Call["list[Header]"]):
+    """Compare a text between all ranks, and give each the numbers and weights of the others.
+
+    Attributes:
+        text: What must be the same on all ranks, an item per line.
+        needs_all: Whether it is refused while ranks wait in join(); else these take part with
+            `JOINED` as their number, and with weight 0.
+    """
+
+    text: str = ""
+    needs_all: bool = True
+
+    kind = "compare"
+    JOINED: ClassVar[int] = -1
+
+    @property
+    def label(self) -> str:
+        return self.name or self.kind
+
+    def contract(self, part: Part) -> object:
+        return self.label, self.text
+
+    def describe(self, part: Part) -> str:
+        return self.text
+
+    def count(self, part: Part) -> int:
+        return part.number
+
+    def move(
+        self, part: Part, transport: Transport, headers: Sequence[Header]
+    ) -> Finish[list[Header]]:
+        return lambda: list(headers)
+
+    def participation(self, part: Part, ranks: Sequence[int], joined: Sequence[int]) -> StandIn:
+        if self.needs_all:
+            return super().participation(part, ranks, joined)
+        return self.stand_in(part, joined, weight=0.0, count=self.JOINED)
+
+    def part_that_changes_nothing(
+        self, group: Group, specs: Sequence[ArraySpec], asynchronous: bool, own: dict[str, Any]
+    ) -> Part:
+        return Part(number=self.JOINED)
 
 
 @dataclass(frozen=True)

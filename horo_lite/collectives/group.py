@@ -13,7 +13,7 @@ from weakref import WeakSet
 
 from horo_lite import _native
 from horo_lite.collectives.arrays import Array, GpuMemory, Memory, gpu_of
-from horo_lite.collectives.calls import Call, Finish, Part
+from horo_lite.collectives.calls import Call, Compare, Finish, Part
 from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.handle import Handle
 from horo_lite.collectives.reductions import AnyOp, Average, Exchange, rows_of
@@ -28,7 +28,6 @@ from horo_lite.recording import recorder
 from horo_lite.transports.agreement import (
     JOINED,
     Report,
-    agree,
     exchange_reports,
     explain,
     give_up_unless_alike,
@@ -282,7 +281,7 @@ class Group:
 
     def agree(self, label: str, what: str) -> None:
         """Compare texts between all ranks; raise MismatchError if they differ."""
-        self.direct(lambda transport: agree(transport, label, (label, what), lambda: what))
+        self.run(Compare(label, what), Part())
 
     def join(self) -> int:
         """Wait until all ranks of the group have joined; return the group rank of the last one.

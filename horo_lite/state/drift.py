@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +21,7 @@ from horo_lite._native import Tensors
 from horo_lite.adapters import adapter_of, to_host
 from horo_lite.adapters.object import is_array, join
 from horo_lite.collectives.arrays import copy_of, gpu_of
-from horo_lite.collectives.participation import described_by
+from horo_lite.collectives.calls import Call, Finish, Part
 from horo_lite.errors import DriftError, ranks_in_words, warn
 from horo_lite.state.broadcast import (
     NOT_ARRAYS,
@@ -32,14 +33,13 @@ from horo_lite.state.broadcast import (
 )
 from horo_lite.state.optimizer_state import OptimizerState
 from horo_lite.state.trees import NUMBERS, Node, Tree
-from horo_lite.transports.agreement import agree, exchange_bytes
+from horo_lite.transports.agreement import exchange_bytes
 
 if TYPE_CHECKING:
     from horo_lite.collectives.group import Group
     from horo_lite.transports import Transport
-
-LABEL = "check_in_sync"
-JOINED = -1  # sent in place of a hash
+    from horo_lite.transports.agreement import StandIn
+    from horo_lite.transports.interface import Header
 
 ADVICE = (
     "Usual causes: no broadcast_parameters() after the model was made or loaded; a step, a "
@@ -141,8 +141,8 @@ def compare(
                     f'on_drift="heal" writes in place, and {name!r}, a {type(leaf).__name__}, '
                     'cannot be written: use "raise" or "warn", and broadcast_parameters()'
                 )
-    check = _Check(group, [name for name, _ in named], values, on_drift, step or 0, needs_all)
-    found = group.direct(check.run)
+    part = _Replica(group, [name for name, _ in named], values, step or 0)
+    found = group.run(_Comparison(None, on_drift, part.lines(), needs_all), part)
     if found is None:
         return True
     text = f"the replicas differ{found.text} {ADVICE}"
@@ -195,50 +195,70 @@ class _Found(NamedTuple):
     of_source: int
 
 
-class _Check:
-    """One comparison: a handshake and, if there is a difference, exchanges for the report."""
+@dataclass(frozen=True)
+class _Comparison(Call["_Found | None"]):
+    """One comparison: a handshake and, if there is a difference, exchanges for the report.
+
+    Attributes:
+        lines: The arrays' names, dtypes and shapes.
+        needs_all: Whether it is refused while ranks wait in join(); else nothing is compared then.
+    """
+
+    on_drift: str = "raise"
+    lines: Sequence[str] = ()
+    needs_all: bool = True
+
+    kind = "check_in_sync"
+    JOINED: ClassVar[int] = -1
+
+    def contract(self, part: Part) -> object:
+        return [self.label, f"on_drift={self.on_drift!r}", *self.lines]
+
+    def describe(self, part: Part) -> str:
+        return "\n".join([self.label, f"on_drift={self.on_drift!r}", *self.lines])
+
+    def count(self, part: Part) -> int:
+        return part.hash_of_all() if isinstance(part, _Replica) else self.JOINED
+
+    def move(
+        self, part: Part, transport: Transport, headers: Sequence[Header]
+    ) -> Finish[_Found | None]:
+        counts = {header.count for header in headers}
+        found = None
+        if len(counts) > 1 and self.JOINED not in counts:
+            assert isinstance(part, _Replica)
+            found = part.find(transport, int(max(header.weight for header in headers)))
+        return lambda: found
+
+    def participation(self, part: Part, ranks: Sequence[int], joined: Sequence[int]) -> StandIn:
+        if self.needs_all:
+            return super().participation(part, ranks, joined)
+        # Ranks that have joined have taken fewer steps.
+        return self.stand_in(part, joined, weight=0.0, count=self.JOINED)
+
+
+class _Replica(Part):
+    """The arrays of one rank, and their hashes."""
 
     def __init__(
-        self,
-        group: Group,
-        names: Sequence[str],
-        values: Sequence[Any],
-        on_drift: str,
-        step: int,
-        needs_all: bool,
+        self, group: Group, names: Sequence[str], values: Sequence[Any], step: int
     ) -> None:
+        super().__init__(weight=step)
         self._group = group
         self._names = names
         self._values = values
-        self._on_drift = on_drift
-        self._step = step
-        self._needs_all = needs_all
         self._staging: _native.Staging | None = None
         self._looks = [_look(value) for value in values]
         self._hashes = self._hash_all()
 
-    def run(self, transport: Transport) -> _Found | None:
-        lines = [f"{name!r} {look}" for name, look in zip(self._names, self._looks, strict=True)]
-        contract = [LABEL, f"on_drift={self._on_drift!r}", *lines]
-        headers = agree(
-            transport,
-            LABEL,
-            contract,
-            lambda: "\n".join(contract),
-            count=_native.hash64(self._hashes.tobytes()),
-            weight=self._step,  # ranks that have joined have taken fewer steps
-            participation=(
-                None
-                if self._needs_all
-                else lambda joined: described_by(_stand_by, contract=contract)
-            ),
-        )
-        counts = {header.count for header in headers}
-        if len(counts) == 1 or JOINED in counts:
-            return None
-        return self._find(transport, int(max(header.weight for header in headers)))
+    def lines(self) -> list[str]:
+        """Return each array's name, dtype and shape."""
+        return [f"{name!r} {look}" for name, look in zip(self._names, self._looks, strict=True)]
 
-    def _find(self, transport: Transport, step: int) -> _Found:
+    def hash_of_all(self) -> int:
+        return _native.hash64(self._hashes.tobytes())
+
+    def find(self, transport: Transport, step: int) -> _Found:
         mine = self._hashes.tobytes()
         everyone = exchange_bytes(transport, mine, [len(mine)] * transport.size)
         table = np.array([np.frombuffer(hashes, np.uint64) for hashes in everyone])
@@ -321,11 +341,6 @@ class _Check:
         if self._staging is None:
             self._staging = _native.Staging(memory.stream.queue)
         return self._staging.download(memory.tensors, 0, 1)
-
-
-def _stand_by(group: Group, asynchronous: bool, *, contract: list[str]) -> None:
-    """Take part in a comparison as a rank that has joined, so that nothing is compared."""
-    group.direct(lambda transport: agree(transport, LABEL, contract, lambda: LABEL, count=JOINED))
 
 
 # The values to compare.
