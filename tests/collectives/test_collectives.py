@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from launch import run_ranks, run_threads
 from oracle import Array, same_bits
+from worlds import on_ranks
 
 import horo_lite as hvd
 from horo_lite import _native, ops
@@ -139,7 +140,6 @@ def test_an_error_of_one_rank_in_an_operation_under_way_is_reported_to_all(
 
 # (number of ranks, ranks of each host, transport)
 WORLDS = [
-    (1, "", "solo"),
     pytest.param(2, "", "shm", marks=pytest.mark.quick),
     pytest.param(3, "", "shm", marks=pytest.mark.quick),
     (4, "", "shm"),
@@ -151,22 +151,18 @@ WORLDS = [
 ]
 
 
+@pytest.mark.served
 @pytest.mark.mpi
 @pytest.mark.parametrize(("ranks", "hosts", "transport"), WORLDS)
 def test_processes(ranks: int, hosts: str, transport: str) -> None:
-    env = {"HORO_LITE_TEST_SIZE": str(ranks), "HORO_LITE_TEST_HOSTS": hosts}
-    env["HORO_LITE_OVERLAP"] = "always"  # some checks look at what is sent early
-    result = run_ranks("import checks; checks.main()", ranks, env=env, timeout_s=50).check()
-    assert result.stdout.count(f"{len(checks.CHECKS)} checks passed over {transport}") == ranks
+    env = {"HORO_LITE_OVERLAP": "always"}  # some checks look at what is sent early
+    said = on_ranks(checks.in_a_world, ranks, ranks, hosts=hosts, env=env, timeout_s=60)
+    assert said == [f"{len(checks.CHECKS)} checks passed over {transport}"] * ranks
 
 
-@pytest.mark.launches
-def test_no_launcher() -> None:
-    result = run_ranks(
-        "import checks; checks.main()",
-        1,
-        env={"HORO_LITE_TEST_SIZE": "1"},
-        launcher=False,
-        timeout_s=60,
-    ).check()
+@pytest.mark.mpi
+@pytest.mark.parametrize("launcher", [False, True])
+def test_one_process(launcher: bool) -> None:
+    script = "import checks; print(checks.in_a_world(1))"
+    result = run_ranks(script, 1, launcher=launcher, timeout_s=60).check()
     assert "over solo" in result.stdout

@@ -1,4 +1,4 @@
-"""All ways in which calls of ranks can differ: one row each. Run under mpiexec, all in one job.
+"""All ways in which calls of ranks can differ: one row each. Run on ranks that serve many tests.
 
 Each row is a call in two forms, the odd rank's (the last one's) and that of all others, and words
 that must be in the MismatchError which every rank raises. The world remains usable: after each row
@@ -7,8 +7,6 @@ the ranks synchronize, and reduce something.
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -222,9 +220,18 @@ def torch_rows() -> list[Row]:
 TABLES = {"generic": generic, "torch": torch_rows}
 
 
-def main(table: str) -> None:
+class Told(NamedTuple):
+    """What a rank was told in a row, and after how many seconds."""
+
+    said: str
+    took_s: float
+
+
+def run(table: str) -> dict[str, Told]:
+    """Run all rows of a table in the world that `init()` finds; return what this rank is told."""
     import_module("horo_lite.torch" if table == "torch" else "horo_lite").init()
     odd = hvd.rank() == hvd.size() - 1
+    told = {}
     for row in TABLES[table]():
         hvd.barrier()
         began = time.monotonic()
@@ -235,13 +242,9 @@ def main(table: str) -> None:
             said = " ".join(str(error).split())
         except Exception as error:
             said = f"another error: {error!r}"
-        took = time.monotonic() - began
-        print(json.dumps([row.name, hvd.rank(), said, took]), flush=True)
+        told[row.name] = Told(said, time.monotonic() - began)
         hvd.barrier()
         total = hvd.allreduce(np.full(3, hvd.rank()), op=hvd.Sum)
         assert np.all(total == sum(range(hvd.size())))
     assert world().size == 3
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
+    return told

@@ -370,4 +370,6 @@ def main(rank: int, size: int, store: str, folder: str) -> None:
 if __name__ == "__main__":
     size = int(os.environ.get("SIZE", "2"))
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(main, (size, f"{folder}/store", f"{folder}/checkpoint"), size)
+        # Forks, which need not import PyTorch again.
+        args = (size, f"{folder}/store", f"{folder}/checkpoint")
+        mp.start_processes(main, args, size, start_method="fork")

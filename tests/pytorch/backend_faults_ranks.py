@@ -15,8 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import horo_lite.torch  # noqa: F401 (registers the backend)
 
-dist.init_process_group("horo_lite", timeout=timedelta(seconds=15))
-fault, rank = sys.argv[1], dist.get_rank()
+fault = sys.argv[1]
+limit_s = 8 if fault == "stop" else 60
+dist.init_process_group("horo_lite", timeout=timedelta(seconds=limit_s))
+rank = dist.get_rank()
 model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)), bucket_cap_mb=1e-4)
 
 

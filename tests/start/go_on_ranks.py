@@ -2,15 +2,13 @@
 
 import os
 import signal
-import sys
 import threading
 import time
 
 import numpy as np
+import pytest
 
 import horo_lite as hvd
-
-which = sys.argv[1]
 
 
 def init():
@@ -86,20 +84,6 @@ class TorchModel:
         return np.concatenate([p.detach().numpy().ravel() for p in self.layer.parameters()])
 
 
-Model = {"numpy": NumpyModel, "torch": TorchModel}[which]
-rank, size = init()
-model, alone = Model(), Model()
-model.distribute()
-mean = (size + 1) / 2
-
-
-def steps():
-    for k in (1, 2):
-        model.step((rank + 1) / k / 8)
-        alone.step(mean / k / 8)
-    np.testing.assert_allclose(model.values(), alone.values(), rtol=1e-12)
-
-
 def interrupt_inside():
     # Once the main thread waits for the others in an operation, which it cannot finish.
     transport, has_begun = hvd.world().group.transport, threading.Event()
@@ -118,36 +102,40 @@ def interrupt_inside():
     threading.Thread(target=interrupt, daemon=True).start()
 
 
-operations = {"broadcast_parameters": model.broadcast, "step": lambda: model.step(1.0)}
-if which == "numpy":
-    operations |= {"barrier": hvd.barrier, "allreduce": lambda: hvd.allreduce(np.ones(4))}
-steps()
-for name, operation in operations.items():
-    before = model.values().copy()
-    if rank == 0:
-        # The last rank never comes: it waits for this one's message.
-        interrupt_inside()
-    try:
-        if rank < size - 1:
-            operation()
-        else:
-            hvd.recv(np.zeros(1), 0)
-    except KeyboardInterrupt:
-        assert rank == 0
-        try:
-            operation()
-        except hvd.PeerLostError as error:
-            assert "can no longer be used" in str(error), error
-            assert "call shutdown() and then init() on every rank" in str(error), error
-        else:
-            raise AssertionError(f"{name} continued")
-    except hvd.PeerLostError as error:
-        assert rank != 0 and "rank 0" in str(error) and "interrupted" in str(error), error
-    else:
-        raise AssertionError(f"{name} did not end")
-    np.testing.assert_array_equal(model.values(), before)
-    hvd.shutdown()
-    assert not hvd.is_initialized()
-    assert init() == (rank, size)
+def train(which):
+    rank, size = init()
+    make = {"numpy": NumpyModel, "torch": TorchModel}[which]
+    model, alone = make(), make()
+    model.distribute()
+    mean = (size + 1) / 2
+
+    def steps():
+        for k in (1, 2):
+            model.step((rank + 1) / k / 8)
+            alone.step(mean / k / 8)
+        np.testing.assert_allclose(model.values(), alone.values(), rtol=1e-12)
+
+    operations = {"broadcast_parameters": model.broadcast, "step": lambda: model.step(1.0)}
+    if which == "numpy":
+        operations |= {"barrier": hvd.barrier, "allreduce": lambda: hvd.allreduce(np.ones(4))}
     steps()
-print("as one process", flush=True)
+    for operation in operations.values():
+        before = model.values().copy()
+        if rank == 0:
+            # The last rank never comes: it waits for this one's message.
+            interrupt_inside()
+            with pytest.raises(KeyboardInterrupt):
+                operation()
+            unusable = (
+                r"(?s)can no longer be used.*call shutdown\(\) and then init\(\) on every rank"
+            )
+            with pytest.raises(hvd.PeerLostError, match=unusable):
+                operation()
+        else:
+            with pytest.raises(hvd.PeerLostError, match=r"(?s)rank 0.*interrupted"):
+                operation() if rank < size - 1 else hvd.recv(np.zeros(1), 0)
+        np.testing.assert_array_equal(model.values(), before)
+        hvd.shutdown()
+        assert not hvd.is_initialized()
+        assert init() == (rank, size)
+        steps()

@@ -5,6 +5,7 @@ Properties of all worlds without MPI are tested in test_store.py, for these, too
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import signal
@@ -13,17 +14,18 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import checks
+import numpy as np
 import pytest
-from launch import run_ranks
-from without_mpi import ended, started
+from oracle import bfloat16, sample
+from without_mpi import by_address, ended, started
+from worlds import on_ranks
 
 import horo_lite as hvd
 from horo_lite.start.entries import signature, signed_store
 from horo_lite.transports.gloo.connections import GlooConnections
-
-pytestmark = pytest.mark.two_at_a_time
 
 torch = pytest.importorskip("torch")
 
@@ -32,65 +34,80 @@ def on_hosts(hosts: str, **env: str) -> dict[str, str]:
     return {"HORO_LITE_TEST_HOSTS": hosts, **env}
 
 
-@pytest.mark.launches
-def test_every_collective(tmp_path: Path) -> None:
-    env = on_hosts("2,1", HORO_LITE_TEST_SIZE="3")
-    result = ended("import checks; checks.main()", 3, tmp_path, env=env).check()
-    assert result.stdout.count(f"{len(checks.CHECKS)} checks passed over gloo") == 3
+@pytest.mark.served
+def test_every_collective() -> None:
+    said = on_ranks(checks.in_a_world, 3, 3, hosts="2,1", env=by_address(), timeout_s=60)
+    assert said == [f"{len(checks.CHECKS)} checks passed over gloo"] * 3
 
 
-BITS = """
-import hashlib
-import numpy as np
-import horo_lite as hvd
-from oracle import bfloat16, sample
-
-world = hvd.init()
-bits = hashlib.sha256()
-for wire in (hvd.Compression.none, hvd.Compression.fp16, hvd.Compression.bf16):
-    for dtype in (np.float32, np.float64, np.float16, bfloat16):
-        for shape in ((), (3, 1001), (700_001,)):
-            x = sample(world.rank, shape, dtype, seed=len(shape))
-            for op in (hvd.Average, hvd.Sum):
-                bits.update(np.asarray(hvd.allreduce(x, op, compression=wire)).tobytes())
-print(f"{world.transport}: {bits.hexdigest()}", flush=True)
-"""
+def digest_of_sums() -> tuple[str, str]:
+    world = hvd.init()
+    bits = hashlib.sha256()
+    for wire in (hvd.Compression.none, hvd.Compression.fp16, hvd.Compression.bf16):
+        for dtype in (np.float32, np.float64, np.float16, bfloat16):
+            for shape in ((), (3, 1001), (700_001,)):
+                x = sample(world.rank, shape, dtype, seed=len(shape))
+                for op in (hvd.Average, hvd.Sum):
+                    bits.update(np.asarray(hvd.allreduce(x, op, compression=wire)).tobytes())
+    return world.transport, bits.hexdigest()
 
 
-@pytest.mark.mpi
-def test_the_bits_are_those_of_the_same_hosts_over_mpi(tmp_path: Path) -> None:
-    by_gloo = ended(BITS, 3, tmp_path, env=on_hosts("2,1")).check()
-    by_mpi = run_ranks(BITS, 3, env=on_hosts("2,1"), timeout_s=60).check()
-    (gloo,) = set(re.findall(r"gloo: (\w+)", by_gloo.stdout))
-    (mpi,) = set(re.findall(r"mpi: (\w+)", by_mpi.stdout))
-    assert gloo == mpi
+@pytest.mark.served
+def test_the_bits_are_those_of_the_same_hosts_over_mpi() -> None:
+    (by_gloo,) = set(on_ranks(digest_of_sums, 3, hosts="2,1", env=by_address()))
+    (by_mpi,) = set(on_ranks(digest_of_sums, 3, hosts="2,1"))
+    assert (by_gloo[0], by_mpi[0]) == ("gloo", "mpi")
+    assert by_gloo[1] == by_mpi[1]
 
 
-@pytest.mark.launches
-def test_messages_are_large_since_each_needs_the_gil(tmp_path: Path) -> None:
-    """Next to a busy training thread this takes a millisecond, as windows of 1 MiB showed."""
-    code = """
-    import numpy as np
-    import horo_lite as hvd
+def count_messages() -> tuple[int, int]:
+    """Return how many MiB this rank sends, in how many messages."""
     from horo_lite.transports.gloo.carrier import GlooChannel
 
-    sizes, exchange = [], GlooChannel.exchange
+    sizes: list[int] = []
+    exchange = GlooChannel.exchange
 
-    def counted(self, receive, send):
+    def counted(self: Any, receive: Any, send: Any) -> Any:
         sizes.extend(memory.nbytes for _, _, memory in send)
         return exchange(self, receive, send)
 
-    GlooChannel.exchange = counted
-    world = hvd.init()
-    ones = np.ones(4 << 20, np.float32)
-    assert (hvd.allreduce(ones, op=hvd.Sum) == 2).all()
-    assert (hvd.broadcast(ones * world.rank, 1) == 1).all()
-    print(f"rank {world.rank}: sent {sum(sizes) >> 20} MiB in {len(sizes)} messages", flush=True)
-    """
-    result = ended(code, 2, tmp_path, env=on_hosts("1,1")).check()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GlooChannel, "exchange", counted)
+        world = hvd.init()
+        ones = np.ones(4 << 20, np.float32)
+        assert (hvd.allreduce(ones, op=hvd.Sum) == 2).all()
+        assert (hvd.broadcast(ones * world.rank, 1) == 1).all()
+    return sum(sizes) >> 20, len(sizes)
+
+
+@pytest.mark.served
+def test_messages_are_large_since_each_needs_the_gil() -> None:
+    """Next to a busy training thread this takes a millisecond, as windows of 1 MiB showed."""
     # Its half of each of 4 windows, and the sum of that; rank 1 its whole windows, too.
-    assert "rank 0: sent 16 MiB in 8 messages" in result.stdout
-    assert "rank 1: sent 32 MiB in 12 messages" in result.stdout
+    found = on_ranks(count_messages, 2, hosts="1,1", env=by_address())
+    assert found == [(16, 8), (32, 12)]
+
+
+def use_groups() -> None:
+    world = hvd.init()
+    kept = {}
+    for _ in range(3):
+        for ranks in ([0, 2], [2, 1], [1, 0, 2], [2]):
+            group = hvd.new_group(ranks)
+            if group:
+                kept[tuple(ranks)] = group
+                want = sum(10**r for r in ranks)
+                x = np.full(5000, 10.0**world.rank)
+                assert (hvd.allreduce(x, hvd.Sum, group=group) == want).all()
+                handle = hvd.allreduce_async(x, hvd.Sum, name="x", group=group)
+                assert (handle.wait() == want).all()
+                hvd.free_group(group)
+
+
+@pytest.mark.served
+def test_groups_come_and_go() -> None:
+    """Overlapping groups, made in different numbers by different ranks, with ranks in any order."""
+    on_ranks(use_groups, 3, hosts="1,2", env=by_address())
 
 
 # --- ends -----------------------------------------------------------------------------------------
@@ -293,32 +310,6 @@ def test_stragglers_are_reported_and_limits_hold(tmp_path: Path) -> None:
     with started(code, 2, tmp_path, env=env) as job:
         job.wait_for("StallError", on_stderr=True)
         assert re.search("rank 0 has waited .* in barrier for rank 1", job.stderr()), job.stderr()
-
-
-@pytest.mark.launches
-def test_groups_come_and_go(tmp_path: Path) -> None:
-    """Overlapping groups, made in different numbers by different ranks, with ranks in any order."""
-    code = """
-    import numpy as np
-    import horo_lite as hvd
-
-    world = hvd.init()
-    kept = {}
-    for _ in range(3):
-        for ranks in ([0, 2], [2, 1], [1, 0, 2], [2]):
-            group = hvd.new_group(ranks)
-            if group:
-                kept[tuple(ranks)] = group
-                want = sum(10**r for r in ranks)
-                x = np.full(5000, 10.0**world.rank)
-                assert (hvd.allreduce(x, hvd.Sum, group=group) == want).all()
-                handle = hvd.allreduce_async(x, hvd.Sum, name="x", group=group)
-                assert (handle.wait() == want).all()
-                hvd.free_group(group)
-    print("groups are fine", flush=True)
-    """
-    result = ended(code, 3, tmp_path, env=on_hosts("1,2")).check()
-    assert result.stdout.count("groups are fine") == 3
 
 
 @pytest.mark.parametrize(

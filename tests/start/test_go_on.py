@@ -6,22 +6,21 @@ import re
 import time
 from pathlib import Path
 
+import go_on_ranks
 import pytest
 from launch import mpi_name, run_ranks, start_ranks, that_leave_survivors
+from worlds import on_ranks
 
-pytestmark = [pytest.mark.mpi, pytest.mark.two_at_a_time]
-
-SCRIPT = Path(__file__).with_name("go_on_ranks.py")
+pytestmark = pytest.mark.mpi
 
 
-@pytest.mark.parametrize(("np_", "hosts"), [(2, ""), (2, "1,1"), (3, "2,1")])
+@pytest.mark.served
+@pytest.mark.parametrize(("ranks", "hosts"), [(2, ""), (2, "1,1"), (3, "2,1")])
 @pytest.mark.parametrize("which", ["numpy", "torch"])
-def test_training_goes_on_after_an_interrupt(which: str, np_: int, hosts: str) -> None:
+def test_training_goes_on_after_an_interrupt(which: str, ranks: int, hosts: str) -> None:
     if which == "torch":
         pytest.importorskip("torch")
-    env = {"HORO_LITE_TEST_HOSTS": hosts}
-    result = run_ranks(SCRIPT, np_, args=(which,), env=env, timeout_s=90).check()
-    assert result.stdout.count("as one process") == np_, str(result)
+    on_ranks(go_on_ranks.train, ranks, which, hosts=hosts, timeout_s=90)
 
 
 @pytest.mark.parametrize("hosts", ["", "1,1,1"])

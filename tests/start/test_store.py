@@ -880,6 +880,7 @@ def test_without_torch(tmp_path: Path) -> None:
         alone + "sys.modules['torch'] = None\nhvd.init(rank=0, size=2, address='localhost:1')",
         1,
         tmp_path,
+        [sys.executable],
     )
     assert "pip install torch; or start the job with mpiexec or `python -m" in result.stderr
 
