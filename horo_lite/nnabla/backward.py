@@ -88,7 +88,7 @@ def overlap(solver: Any, weight: float | None = None) -> Callable[[Function], No
 
     def begin() -> dict[NdArray, int]:
         named = own.named()
-        if not own.has_begun:
+        if not own.step.has_begun:
             own.forget()  # gradients of the last pass, if the solver read them but did not step
             own.begin(named, weight)
         assert own.reducer is not None
@@ -101,7 +101,7 @@ def overlap(solver: Any, weight: float | None = None) -> Callable[[Function], No
     backward = Backward(begin, ready)
 
     def hook(function: Function) -> None:
-        if not (backward.is_idle and own.has_begun):  # otherwise there is nothing to overlap
+        if not (backward.is_idle and own.step.has_begun):  # otherwise there is nothing to overlap
             backward.is_idle = False
             backward(function)
 

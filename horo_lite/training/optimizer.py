@@ -8,7 +8,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module
 from types import MethodType
@@ -178,14 +178,15 @@ class DistributedOptimizer(Wrapper):
 
         `weight` is that of `step()`.
         """
-        self._own.exchange(self._own.named(), weight)
-        self._own.is_synchronized = True
+        own = self._own
+        own.exchange(own.named(), weight)
+        own.step.is_averaged, own.step.changed = True, None
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """Make `step()`, inside the block, use the gradients as they are after `synchronize()`."""
         own = self._own
-        if not own.is_synchronized:
+        if not own.step.is_averaged:
             raise RuntimeError(
                 "skip_synchronize() without synchronize(): every rank would step with its own "
                 "gradients. Call synchronize() first; to do that on purpose, call inner.step()"
@@ -194,12 +195,13 @@ class DistributedOptimizer(Wrapper):
         try:
             yield
         finally:
-            own.is_skipping = own.is_synchronized = False
+            own.is_skipping = False
+            own.step.is_averaged = bool(own.step.looked_by)
 
     def _apply(
         self, name: str, args: tuple[Any, ...], weight: float | None, kwargs: dict[str, Any]
     ) -> Any:
-        own = self._own
+        own, of = self._own, self._own.step
         step = getattr(own.inner, name)
         if weight is not None and takes_weight(step):
             raise TypeError(
@@ -208,15 +210,15 @@ class DistributedOptimizer(Wrapper):
                 "skip_synchronize()"
             )
         named = own.named()
-        if own.is_skipping or own.has_looked:
+        if own.is_skipping or of.looked_by:
             own.check_unchanged(name)
             if weight is not None:
                 where = "inside skip_synchronize()" if own.is_skipping else "after averaging"
                 raise TypeError(f"{where}, a step takes no weight: pass it to synchronize()")
-            if own.has_looked:
+            if of.looked_by:
                 own.forget()
             return own.counted(step(*args, **kwargs), named)
-        if own.is_synchronized:
+        if of.is_averaged:
             raise RuntimeError(
                 f"{name}() after synchronize() would exchange the gradients a second time: write "
                 "`with optimizer.skip_synchronize(): optimizer.step()`. If these are the gradients "
@@ -233,15 +235,15 @@ class DistributedOptimizer(Wrapper):
         return own.counted(step(*args, **kwargs), named)
 
     def _look(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        own = self._own
+        own, of = self._own, self._own.step
         own.check_unchanged(name)
-        if not own.is_synchronized:
+        if not of.is_averaged:
             own.exchange(own.named(), None)
-            own.is_synchronized = own.has_looked = True
+            of.is_averaged, of.looked_by = True, name
         result = getattr(own.inner, name)(*args, **kwargs)
-        if own.has_looked:
-            own.looked_by = name
-            own.changed = own.finder.watch(own.digest)
+        if of.looked_by:
+            of.looked_by = name
+            of.changed = own.finder.watch(own.digest)
         return result
 
     # For everything else, a proxy of the inner optimizer.
@@ -311,6 +313,16 @@ DistributedOptimizer.__signature__ = _of_init.replace(  # type: ignore[attr-defi
 )
 
 
+@dataclass(slots=True, eq=False)
+class _Step:
+    """What has happened to the gradients of one step; dropped when those of another begin."""
+
+    has_begun: bool = False  # they may be in flight
+    is_averaged: bool = False  # by synchronize(), or by a method that needed averages
+    looked_by: str = ""  # the latest such method: step() need not average
+    changed: Callable[[], bool] | None = None  # returns whether they have changed since
+
+
 @dataclass(eq=False)
 class _Own:
     """The wrapper's own state, kept separate since its attributes are the inner optimizer's."""
@@ -320,12 +332,8 @@ class _Own:
     named_parameters: list[tuple[str, Any]]
     options: Options
     drift: DriftCheck
-    is_synchronized: bool = False
+    step: _Step = field(default_factory=_Step)
     is_skipping: bool = False
-    has_looked: bool = False  # a method that needed averages has synchronized: step() need not
-    looked_by: str = ""  # the latest such method
-    changed: Callable[[], bool] | None = None  # returns whether gradients have changed since
-    has_begun: bool = False  # gradients of this step may be in flight
     streams: bool = False  # gradients are announced during backward()
     reducer: Reducer | None = None
 
@@ -347,8 +355,7 @@ class _Own:
 
         Its gradients are cleared, since the first pass of the next step would be added to them.
         """
-        self.is_synchronized = self.is_skipping = self.has_looked = self.has_begun = False
-        self.changed = self.reducer = None
+        self.step, self.is_skipping, self.reducer = _Step(), False, None
         names = (name for name in _ZERO_GRAD if callable(getattr(self.inner, name, None)))
         if (name := next(names, None)) is not None:
             getattr(self.inner, name)()
@@ -416,7 +423,7 @@ class _Own:
         else:
             self.reducer.bind(named)
         self.reducer.weight = weight
-        self.has_begun = True
+        self.step.has_begun = True
         return self.reducer
 
     def average(self, named: Named, name: str, weight: float | None) -> None:
@@ -426,10 +433,11 @@ class _Own:
 
     def exchange(self, named: Named, weight: float | None) -> None:
         """Average the gradients."""
-        if self.has_begun and weight is not None:
+        if self.step.has_begun and weight is not None:
             raise TypeError("gradients have left during backward(): pass the weight before it")
-        reducer = self.reducer if self.has_begun and self.reducer else self.begin(named, weight)
-        self.has_begun = False
+        begun = self.reducer if self.step.has_begun else None
+        reducer = begun or self.begin(named, weight)
+        self.step.has_begun = False
         try:
             reducer.finish(rates=learning_rates(getattr(self.inner, "param_groups", ())))
         except Exception:  # on all ranks there is one
@@ -454,12 +462,13 @@ class _Own:
 
     def check_unchanged(self, name: str) -> None:
         """Raise RuntimeError if gradients have changed since they were averaged, before `name`."""
-        if self.changed is None or not self.changed():
+        of = self.step
+        if of.changed is None or not of.changed():
             return
         raise RuntimeError(
-            f"the gradients have changed since {self.looked_by}() averaged them, and {name}() does "
+            f"the gradients have changed since {of.looked_by}() averaged them, and {name}() does "
             "not average them again: what a further backward pass has added is this rank's own. "
-            f"Accumulate first and call {self.looked_by}() after the last pass, or zero_grad() "
+            f"Accumulate first and call {of.looked_by}() after the last pass, or zero_grad() "
             "before the next one. Gradients that you change yourself: call synchronize(), change "
             "them, and step inside `with optimizer.skip_synchronize():`"
         )
@@ -474,11 +483,9 @@ class _Own:
     def forget(self) -> None:
         """Forget this step's gradients: the next ones belong to another step."""
         self.forget_marks(self.named())
-        self.is_synchronized = self.has_looked = False
-        self.changed = None
-        if self.has_begun and self.reducer is not None:
-            self.has_begun = False
+        if self.step.has_begun and self.reducer is not None:
             self.reducer.abandon()
+        self.step = _Step()
 
     def counted(self, result: T, named: Named) -> T:
         """Count a step that has ended, compare parameters if that is due, and return `result`."""
@@ -501,11 +508,8 @@ class _Own:
         """Return this state for a copy of the inner optimizer, which is not synchronized yet."""
         return replace(
             self,
-            is_synchronized=False,
+            step=_Step(),
             is_skipping=False,
-            has_looked=False,
-            changed=None,
-            has_begun=False,
             reducer=None,
             drift=copy.copy(self.drift),
             **changes,

@@ -517,6 +517,87 @@ def test_methods_that_look_at_gradients_find_those_of_all_ranks() -> None:
         optimizer.clip(1)
         with pytest.raises(TypeError, match="pass it to synchronize"):
             optimizer.step(weight=3)
+        optimizer.synchronize()
+        for p in net.values():
+            p.grad *= 0.5  # after synchronize() they may be changed
+        with optimizer.skip_synchronize():
+            optimizer.step()
+
+    registered = list(adapters._registered)
+    register_adapter(ClippingAdapter())
+    try:
+        run_threads(2, rank)
+    finally:
+        adapters._registered[:] = registered
+
+
+def lose_by_mismatch(optimizer: Any, net: Any, group: Group) -> None:
+    net["b"].grad = np.ones(2 + group.rank)
+    with pytest.raises(MismatchError):
+        optimizer.step(weight=2)
+
+
+def lose_by_a_wrong_gradient(optimizer: Any, net: Any, group: Group) -> None:
+    net["b"].grad = object() if group.rank else np.ones(2)
+    with pytest.raises(TypeError if group.rank else MismatchError):
+        optimizer.step(weight=2)
+
+
+def lose_by_weights(optimizer: Any, net: Any, group: Group) -> None:
+    with pytest.raises(ValueError, match="weight 0"):
+        optimizer.synchronize(weight=0)
+
+
+def lose_by_an_error_after_averaging(optimizer: Any, net: Any, group: Group) -> None:
+    optimizer.clip(0.1)
+    net["b"].grad += 1
+    with pytest.raises(RuntimeError, match="changed since clip"):
+        optimizer.step()
+
+
+def lose_by_an_error_of_the_step(optimizer: Any, net: Any, group: Group) -> None:
+    optimizer.synchronize(weight=1 + group.rank)
+    with optimizer.skip_synchronize(), pytest.raises(TypeError, match="scale"):
+        optimizer.step(scale=None)
+
+
+@pytest.mark.parametrize(
+    "lose",
+    [
+        lose_by_mismatch,
+        lose_by_a_wrong_gradient,
+        lose_by_weights,
+        lose_by_an_error_after_averaging,
+        lose_by_an_error_of_the_step,
+    ],
+)
+def test_nothing_of_a_lost_step_is_left_for_the_next(lose: Any) -> None:
+    class Careful(Clipping):
+        def step(self, scale: Any = 1.0) -> str:
+            if scale is None:
+                raise TypeError("scale")
+            return super().step(scale)
+
+    def rank(group: Group) -> None:
+        nets, optimizers = [network(), network()], []
+        for net in nets:
+            optimizer = DistributedOptimizer(Careful(), group=group)
+            optimizer.params, optimizer.velocity = (
+                net,
+                [np.zeros_like(p.data) for p in net.values()],
+            )
+            optimizers.append(optimizer)
+        for step in range(3):
+            for net, optimizer in zip(nets, optimizers, strict=True):
+                if step == 1 and net is nets[0]:
+                    backward(net, *samples(3, 100 + group.rank))
+                    lose(optimizer, net, group)
+                optimizer.zero_grad()
+                backward(net, *samples(3, group.rank + group.size * step))
+                optimizer.step()
+        bits = [[p.data.tobytes() for p in net.values()] for net in nets]
+        assert bits[0] == bits[1]
+        assert ops.allgather_object(bits, group=group) == [bits] * group.size
 
     registered = list(adapters._registered)
     register_adapter(ClippingAdapter())
