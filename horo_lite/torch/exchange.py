@@ -9,7 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from operator import is_
 from typing import Any, NamedTuple
@@ -62,6 +62,29 @@ class Note(NamedTuple):
     sparse: str  # sparse gradients: see sparse.note
 
 
+@dataclass(slots=True, eq=False)
+class BackwardPass:
+    """What belongs to one outermost backward pass, and is dropped when it ends or has failed."""
+
+    tasks: set[int] = field(default_factory=set)  # graph tasks whose end the exchange learns about
+    is_broken: bool = False  # it has ended with an error
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """What belongs to one step of the optimizer: dropped when zero_grad() or step() begins another.
+
+    What belongs to one exchange is in the reducer's own Step.
+    """
+
+    weight: float | None = None  # this rank's
+    weight_is_used: bool = False
+    is_due: bool = True  # nothing was exchanged
+    in_step: list[int] = field(default_factory=list)  # ranks that received in step() what others
+    is_late: bool = False  # exchanged in backward(); whether this rank is one of them
+    exchanged: list[tuple[Slot, Any, int]] = field(default_factory=list)  # by it, in backward()
+
+
 class GradientExchange:
     """Exchanges the gradients of one optimizer."""
 
@@ -84,15 +107,11 @@ class GradientExchange:
         self._is_skipping = False
         self._is_stepping = False
         self._is_in_step = False  # step() exchanges gradients that no backward() has
-        self._weight: float | None = None  # this rank's, for one step
-        self._weight_is_used = False
 
         self._of_id: dict[int, Slot] = {}
         self._finalizer = weakref.finalize(self, _release, self._of_id)
         self._lock = threading.RLock()
         self._pid = os.getpid()
-        self.tasks: set[int] = set()  # graph tasks whose end this exchange is notified of
-        self._pass = 1  # the number of the current or next outermost backward pass
         self.is_nested = False  # there were passes inside passes, which may touch a slot twice
         self.follow_world()
 
@@ -103,16 +122,14 @@ class GradientExchange:
         self.slots: list[Slot] = []
         self._seen: list[Any] = []  # their parameters
         self._unhooked: list[Slot] = []
-        self._due = True  # nothing was exchanged since the last step() or zero_grad()
-        self._is_broken = False  # a pass has not completed
-        self._forget_ranks_in_step()
+        self._step = Step()
+        self._pass = BackwardPass()  # the current or next one
         self._drift.reset_counts()
         self._n_exchanges = 0
         self._rates_differ = False  # as far as all ranks know
-        self._weight = None
         for slot in self._of_id.values():
             slot.begin()
-            slot.travels, slot.home, slot.parameter.grad = False, None, None
+            slot.home, slot.parameter.grad = None, None
         _alone.discard(self)
         if not self.active:
             if is_initialized() and self.group is world().group:
@@ -261,20 +278,20 @@ class GradientExchange:
             return
         with self._lock:
             task = graph_task()
-            if task not in self.tasks and not self.enter(task):
+            if task not in self._pass.tasks and not self.enter(task):
                 return
             gradient = slot.parameter.grad
             if gradient is None or getattr(gradient, _TAKEN, None) == gradient._version:
                 if gradient is None and slot.task != task:
                     raise RuntimeError(_taken_away(slot.name))
                 return  # an earlier hook has called step(), and possibly zero_grad()
-            if slot.last_pass != self._pass and not hasattr(gradient, _MARK):
+            if slot.last_pass is not self._pass and not hasattr(gradient, _MARK):
                 slot.begin()  # another gradient: the last one has been set to None
             if self.options.sparse_as_dense:
                 self._densify(slot)
-            if slot.last_pass == self._pass:  # a second time, by a pass inside this one
+            if slot.last_pass is self._pass:  # a second time, by a pass inside this one
                 self.is_nested = True
-                if slot.travels and not self.reducer.hold(slot.index):
+                if not self.reducer.hold(slot.index):
                     raise RuntimeError(
                         "a backward pass inside another one, the first of its kind, added to the "
                         f"gradient of {slot.name!r} after it was sent. From now on, gradients are "
@@ -283,7 +300,7 @@ class GradientExchange:
                 slot.move_to_shared_memory()
                 slot.see()
                 return
-            if slot.touched and slot.has_changed(additions=1):
+            if slot.touched and slot.has_changed(self._travels(slot), additions=1):
                 raise RuntimeError(_changed_too_early(slot.name))
             if slot.exchanged and self.op is not Average:
                 raise RuntimeError(_exchanged_already(slot.name, self.op.name, self.passes))
@@ -294,7 +311,6 @@ class GradientExchange:
             setattr(gradient, _MARK, _COMPUTED)
             slot.see()
             if slot.passes >= self.passes and not self.is_nested:
-                slot.travels = True
                 self.reducer.ready(slot.index)
 
     def _densify(self, slot: Slot) -> None:
@@ -313,37 +329,39 @@ class GradientExchange:
             slot.parameter.grad = gradient.detach().to_sparse(sparse_dim)
             self._mark(slot, _BY_HAND if is_by_hand else _COMPUTED)
 
+    def _travels(self, slot: Slot) -> bool:
+        """Return whether the gradient was announced to the reducer: it must not change any more."""
+        return self.reducer.n_ready[slot.index] > 0
+
     def enter(self, task: int) -> bool:
         """Request notification of the graph task's end; return False if nothing is exchanged."""
+        if task in self._pass.tasks:
+            return True
         if os.getpid() != self._pid:
             return False  # do not exchange in a forked child's backward()
-        if self._is_broken:
-            self._mend()
+        self._mend()
         self._use_weight()
-        self.tasks.add(task)
+        self._pass.tasks.add(task)
         notify_at_end(task, self)
         return True
 
     def end_pass(self) -> None:
         """Exchange what is complete: the outermost backward() is about to return."""
         with self._lock:
-            self.tasks.clear()
-            self._pass += 1
+            self._pass = BackwardPass()
             self._look_for_unhooked()
             if any(slot.touched and slot.passes >= self.passes for slot in self.slots):
                 self.exchange()
 
     def break_pass(self, task: int) -> None:
         """Note that a pass has ended with an error; this notification may be late."""
-        self._is_broken = self._is_broken or task in self.tasks
+        self._pass.is_broken |= task in self._pass.tasks
 
     def _mend(self) -> None:
-        self.reducer.abandon()
-        self._is_broken = False
-        self.tasks.clear()
-        self._pass += 1
-        for slot in self.slots:
-            slot.travels = False
+        """Give up what a pass that has ended with an error has sent."""
+        if self._pass.is_broken:
+            self.reducer.abandon()
+            self._pass = BackwardPass()
 
     # Outside backward().
 
@@ -352,24 +370,23 @@ class GradientExchange:
         if not self.active:
             return
         with self._lock:
-            if self._is_broken:
-                self._mend()
-            if self.tasks or not self._due:
+            self._mend()
+            if self._pass.tasks or not self._step.is_due:
                 raise RuntimeError(
                     "set_weight() comes too late: gradients of this step have been exchanged. "
                     "Call it before backward(), and after the zero_grad() that begins a step"
                 )
-            self._weight, self._weight_is_used = weight, False
+            self._step.weight, self._step.weight_is_used = weight, False
 
     def _use_weight(self) -> None:
-        self._weight_is_used = True
-        if self.reducer.weight != self._weight:
-            self.reducer.weight = self._weight
+        self._step.weight_is_used = True
+        if self.reducer.weight != self._step.weight:
+            self.reducer.weight = self._step.weight
 
     def begin_step(self) -> None:
         """Begin another step, and discard a used weight unless a closure calls this."""
-        if self._weight_is_used and not self._is_stepping:
-            self._weight = None
+        if self._step.weight_is_used and not self._is_stepping:
+            self._step.weight = None
         self.begin()
 
     def take_zeros(self) -> None:
@@ -388,10 +405,8 @@ class GradientExchange:
         if not self.active:
             return
         with self._lock:
-            if self._is_broken:
-                self._mend()
-            self._due = True
-            self._forget_ranks_in_step()
+            self._mend()
+            self._step = Step(self._step.weight, self._step.weight_is_used)
             for slot in self.slots:
                 if keeps_pending and slot.touched:
                     slot.exchanged = False
@@ -404,10 +419,9 @@ class GradientExchange:
         if not self.active or os.getpid() != self._pid:
             return
         with self._lock:
-            if self._is_broken:
-                self._mend()
+            self._mend()
             # A rank whose passes touched nothing joins the other ranks' exchange here.
-            if self._is_left() or self._due:
+            if self._is_left() or self._step.is_due:
                 self.exchange()
 
     def _is_left(self) -> bool:
@@ -425,7 +439,7 @@ class GradientExchange:
         if gradient is None or slot.exchanged:
             return False
         mark = getattr(gradient, _MARK, _BY_HAND)
-        return mark == _BY_HAND or (mark == _BEFORE and self._due)
+        return mark == _BY_HAND or (mark == _BEFORE and self._step.is_due)
 
     def _check_rates(self) -> None:
         """Raise MismatchError on every rank if they are about to step with different rates.
@@ -451,13 +465,13 @@ class GradientExchange:
             self.flush()
         finally:
             self._is_in_step = False
-        for slot, gradient, version in self._exchanged:
+        for slot, gradient, version in self._step.exchanged:
             if slot.parameter.grad is not gradient or gradient._version != version:
                 raise RuntimeError(
                     f"the gradient of {slot.name!r} was changed after backward(), for example by "
-                    f"clipping, but {ranks_in_words(self._in_step)} had no backward() for it and "
-                    "used the unchanged average in step(), so the ranks' steps would differ: call "
-                    "optimizer.synchronize() on every rank before gradients are changed"
+                    f"clipping, but {ranks_in_words(self._step.in_step)} had no backward() for it "
+                    "and used the unchanged average in step(), so the ranks' steps would differ: "
+                    "call optimizer.synchronize() on every rank before gradients are changed"
                 )
 
     def check_scaling(self, is_fused: bool) -> None:
@@ -467,7 +481,7 @@ class GradientExchange:
         is_left = self._is_left()
         if not is_left:
             self._flush_in_step()
-        if is_left or self._is_late:
+        if is_left or self._step.is_late:
             raise RuntimeError(
                 "GradScaler would check gradients for inf that are not averaged yet, so each "
                 "rank would decide separately whether to skip the step: if a step has fewer "
@@ -507,7 +521,7 @@ class GradientExchange:
             result = step(*args, **kwargs)
         finally:
             self._is_stepping = False
-            self._weight = None
+            self._step.weight = None
         self.begin()
         self._stepped()
         return result
@@ -544,7 +558,7 @@ class GradientExchange:
             self._flush_in_closure,
             group=self.group,
             op=Sum if self.op is Sum else Average,
-            weight=lambda: self._weight,  # the closure may have set it
+            weight=lambda: self._step.weight,  # the closure may have set it
             like=_loss_like,
         )
 
@@ -569,16 +583,17 @@ class GradientExchange:
         own = [s for s in touched if s.sparse_dim or is_sparse(s.parameter.grad)]
         dense = {slot.index for slot in touched} - {slot.index for slot in own}
         note = Note(self._is_in_step, shown(self._rates()), sparse.note(own))
-        changed = [slot for slot in self.slots if slot.touched and slot.has_changed()]
+        n_ready = reducer.n_ready
+        changed = [slot for slot in touched if slot.has_changed(n_ready[slot.index] > 0)]
         for slot in changed:
-            if not slot.travels:
-                self._is_broken = True
+            if not self._travels(slot):
                 try:
                     reducer.fail(RuntimeError(_changed_too_early(slot.name)))
                 finally:
+                    self._pass = BackwardPass()
                     self.reset_counts()
-        for slot in self.slots:
-            if slot.touched and not slot.travels:
+        for slot in touched:
+            if not n_ready[slot.index]:
                 slot.move_to_shared_memory()
         by_hand = [s for s in self.slots if s.touched and (s.hook is None or s.passes == 0)]
         self._use_weight()
@@ -589,7 +604,7 @@ class GradientExchange:
             rows = {rank: note.sparse for rank, note in notes.items()}
             if any(rows.values()) and not self.options.sparse_as_dense:
                 assert self.group is not None
-                how = self.group, self.op, self._weight, reducer.has_exchanged
+                how = self.group, self.op, self._step.weight, reducer.has_exchanged
                 for slot in sparse.exchange(rows, self.slots, *how):
                     slot.touched = True
                     self._mark(slot, _COMPUTED)
@@ -602,7 +617,7 @@ class GradientExchange:
             self.reset_counts()
             raise
         finally:
-            self._due = False
+            self._step.is_due = False
             for slot in self.slots:
                 if slot.touched:
                     is_computed = slot.hook is not None and slot.passes > 0
@@ -625,18 +640,12 @@ class GradientExchange:
                 "change gradients after backward()"
             )
 
-    def _forget_ranks_in_step(self) -> None:
-        """Forget which ranks received in step() what others exchanged in backward()."""
-        self._in_step: list[int] = []
-        self._is_late = False  # whether this rank is one of them
-        self._exchanged: list[tuple[Slot, Any, int]] = []  # by this rank, in backward()
-
     def _note_ranks_in_step(self, ranks: list[int]) -> None:
         """Record the ranks that received in step() what the others exchanged in backward()."""
-        self._in_step = ranks
-        self._is_late = self._is_in_step
-        if not self._is_late:
-            self._exchanged = [
+        self._step.in_step = ranks
+        self._step.is_late = self._is_in_step
+        if not self._step.is_late:
+            self._step.exchanged = [
                 (slot, gradient, gradient._version)
                 for slot in self.slots
                 if slot.exchanged and (gradient := slot.parameter.grad) is not None

@@ -90,8 +90,7 @@ def _hand_over(node: Any, exchanges: list[GradientExchange]) -> None:
         handles.clear()
         task = graph_task()
         for exchange in exchanges:
-            if task not in exchange.tasks:
-                exchange.enter(task)
+            exchange.enter(task)
 
     for successor, _ in node.next_functions:
         if successor is not None:

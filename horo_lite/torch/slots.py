@@ -15,7 +15,7 @@ class Slot:
     """One parameter, and the state of its gradient."""
 
     __slots__ = ("attributes", "exchanged", "home", "hook", "index", "is_away", "last_pass", "name",
-                 "parameter", "passes", "seen", "sparse_dim", "task", "touched", "travels",
+                 "parameter", "passes", "seen", "sparse_dim", "task", "touched",
                  "zeros_hook")  # fmt: skip
 
     def __init__(self, name: str, parameter: Any) -> None:
@@ -26,10 +26,9 @@ class Slot:
         self.zeros_hook: Any = None
         self.attributes: Any = None  # the parameter's, when its hook was registered
         self.passes = 0  # since the last exchange, step() or zero_grad()
-        self.last_pass = 0  # the number of the last pass that touched it
+        self.last_pass: Any = None  # the last pass that touched it
         self.seen: Any = None  # the gradient after the last pass, and its version
         self.touched = False  # since the last exchange
-        self.travels = False  # announced to the reducer: must not be changed any more
         self.exchanged = False  # since the last step() or zero_grad(): equal on all ranks
         self.task = -1  # the graph task in which it was exchanged; -1: in none
         self.sparse_dim = 0  # of a sparse gradient that was made dense, for this exchange
@@ -61,7 +60,7 @@ class Slot:
         self.exchanged = True
         self.task = graph_task()
         self.copy_back()
-        self.touched = self.travels = False
+        self.touched = False
         if self.parameter.grad is not None:  # perhaps saved for a backward(), and overwritten
             torch.autograd.graph.increment_version(self.parameter.grad)
 
@@ -70,14 +69,14 @@ class Slot:
         gradient = self.parameter.grad
         self.seen = gradient, gradient._version
 
-    def has_changed(self, additions: int = 0) -> bool:
+    def has_changed(self, travels: bool, additions: int = 0) -> bool:
         """Return whether the gradient has been changed, except by that many additions of autograd.
 
-        If it may have been sent already, also whether it has been replaced.
+        If it `travels`, also whether it has been replaced.
         """
         gradient, version = self.seen or (None, 0)
         if gradient is None or gradient is not self.parameter.grad:
-            return self.travels
+            return travels
         return bool(gradient._version != version + additions)
 
     def move_to_shared_memory(self) -> Any:

@@ -1985,6 +1985,65 @@ def test_attempts_that_fail_leave_nothing_in_the_next(size: int, name: str, form
             assert_same(outcome, gradients(whole))
 
 
+LOST: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "views": {"gradient_as_bucket_view": True},
+    "fp16": {"compression": Compression.fp16},
+    "sum": {"op": Sum},
+    "finite": {"check_finite": "raise"},
+    "two passes": {"backward_passes_per_step": 2},
+    "weights": {},
+    "closure": {},
+    "adasum of steps": {"op": Adasum},
+    "adasum of gradients": {"op": Adasum, "adasum_of": "gradients"},
+}
+
+
+@pytest.mark.parametrize("fails_at", [0, 2])
+@pytest.mark.parametrize("kind", LOST)
+def test_a_step_after_a_lost_one_has_the_same_bits_as_without_it(kind: str, fails_at: int) -> None:
+    """backward() raises on every rank, half way; another optimizer never sees that batch."""
+    passes = 2 if kind == "two passes" else 1
+
+    def rank(group: Group) -> Any:
+        nets = [fill(nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)])) for _ in range(2)]
+        optimizers = [wrap(sgd(net, momentum=0.9), group, net, **LOST[kind]) for net in nets]
+
+        def batch(net: Any, optimizer: Any, seed: int, fails_at: int | None) -> None:
+            x = torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * seed + group.rank))
+
+            def closure() -> Any:
+                optimizer.zero_grad()
+                loss = layers(fails_at, net, x.double())
+                loss.backward()
+                return loss.detach()
+
+            if kind == "closure":
+                optimizer.step(closure)
+                return
+            optimizer.zero_grad()
+            if kind == "weights" and seed % 2:  # the lost step's must not be used in the next one
+                optimizer.set_weight(seed + group.rank)
+            for k in range(passes):
+                layers(fails_at if k == passes - 1 else None, net, x.double() + k).backward()
+            optimizer.step()
+
+        for step in range(4):
+            for net, optimizer in zip(nets, optimizers, strict=True):
+                if step == 2 and net is nets[0]:
+                    with pytest.raises(RuntimeError, match="so the test says"):
+                        batch(net, optimizer, 99, fails_at)
+                batch(net, optimizer, 2 * step, None)
+        for p, q in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+            assert torch.equal(p, q)
+        return [p.tolist() for p in nets[0].parameters()]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HORO_LITE_BUCKET_BYTES", "64")
+        first, second = run_threads(2, rank)
+    assert first == second
+
+
 # Cases in which Horovod warns or raises.
 
 
