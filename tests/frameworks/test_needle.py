@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from contract import Contract
 from digits_runs import EXAMPLES, accuracy_of
-from launch import Result, run_ranks, run_threads
+from launch import run_ranks, run_threads
 
 HERE = Path(__file__).resolve().parent
 STAND_IN = str(HERE / "stand_ins")
@@ -22,14 +24,11 @@ import horo_lite.needle as hvd  # noqa: E402
 from horo_lite import Group, MismatchError, ops  # noqa: E402
 from horo_lite import needle as face  # noqa: E402
 
-PYTHONPATH = os.pathsep.join([STAND_IN, str(EXAMPLES), os.environ.get("PYTHONPATH", "")])
+drawing = threading.Lock()  # NumPy's global state
+PATHS = [STAND_IN, str(EXAMPLES), os.environ.get("PYTHONPATH", "")]
+ENV = {"PYTHONPATH": os.pathsep.join(PATHS)}
 DEVICES = [ndl.cpu(), ndl.cpu_numpy()]
 pytestmark = pytest.mark.timeout(360)
-
-
-def launched(code: str | Path, np: int, *args: str) -> Result:
-    env = {"PYTHONPATH": PYTHONPATH}
-    return run_ranks(code, np, args=args, env=env, launcher=np > 1, timeout_s=60)
 
 
 def parameter(values: Any, device: Any = DEVICES[0]) -> Any:
@@ -40,118 +39,67 @@ def gradient(values: Any, device: Any = DEVICES[0]) -> Any:
     return ndl.Tensor(np.asarray(values, np.float32), device=device, requires_grad=False)
 
 
-# Real training, in real processes: N ranks against one.
+class Turned(ndl.nn.Module):  # type: ignore[misc]
+    """The gradient of its weight is a transposed view."""
 
-TRAINING = """
-import sys
-import numpy as np
-import needle as ndl
-import horo_lite.needle as hvd
-from digits import load_digits
-
-rank, device = hvd.init()
-assert device == ndl.cpu()
-out, uneven, compression = sys.argv[1], sys.argv[2] == "uneven", sys.argv[3]
-images, labels, _, _ = load_digits(None)
-images = images.reshape(len(images), -1)
-
-class Digits(ndl.data.Dataset):
-    def __getitem__(self, i):
-        return images[i], labels[i]
-    def __len__(self):
-        return 600
-
-class Turned(ndl.nn.Module):  # the gradient of its weight is a transposed view
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
-        self.weight = ndl.nn.Linear(32, 64, device=device).weight
-    def forward(self, x):
+        self.weight = ndl.nn.Linear(8, 36, device=DEVICES[1]).weight
+
+    def forward(self, x: Any) -> Any:
         return x @ ndl.ops.transpose(self.weight, (1, 0))
 
-np.random.seed(rank)
-net = ndl.nn.Sequential(Turned(), ndl.nn.ReLU(), ndl.nn.Linear(32, 10, device=device))
-hvd.broadcast_parameters(net, root_rank=0)
-opt = ndl.optim.Adam(net.parameters(), lr=0.01, weight_decay=0.01)
-kept = list(opt.params)
-opt = hvd.DistributedOptimizer(opt, compression=getattr(hvd.Compression, compression))
-loss = ndl.nn.SoftmaxLoss()
 
-if uneven:
-    cuts = np.linspace(0, 1, hvd.size() + 1) ** 2  # 60 samples: 15 and 45, or 6, 20 and 34
-    begin, end = (int(60 * cut) for cut in cuts[rank : rank + 2])
-    batches = [
-        (ndl.Tensor(images[i + begin : i + end], device=device),
-         ndl.Tensor(labels[i + begin : i + end], device=device))
-        for i in range(0, 600, 60)
-    ]
-else:
-    batches, bsz = hvd.partition_dataset(Digits(), 60, device, dtype="float32", shuffle=False)
-    assert bsz == 60 // hvd.size()
-    assert isinstance(batches, ndl.data.DataLoader)
+@pytest.mark.shows("eager", "fp16")
+class TestNeedle(Contract):
+    threads = True
+    face = hvd
+    optimizers = ("momentum", "adam")
 
-losses = []
-for epoch in range(2):
-    for X, y in batches:
-        opt.reset_grad()
-        value = loss(net(X), y)
-        value.backward()
+    def network(self, seed: int) -> Any:
+        with drawing:
+            np.random.seed(seed)
+            return ndl.nn.Sequential(
+                Turned(), ndl.nn.ReLU(), ndl.nn.Linear(8, 5, device=DEVICES[1])
+            )
+
+    def parameters(self, values: Any) -> Any:
+        net = ndl.nn.Module()
+        vars(net).update({name: parameter(x, DEVICES[1]) for name, x in values.items()})
+        return net
+
+    def arrays(self, net: Any) -> Any:
+        names = [name for name in vars(net) if name != "training"]
+        params = net.parameters()
+        return dict(zip(names if len(names) == len(params) else "abc", params, strict=True))
+
+    def optimizer(self, kind: str, net: Any) -> Any:
+        params = net.parameters()
+        if kind == "adam":
+            return ndl.optim.Adam(params, lr=0.01, eps=1e-3, weight_decay=0.01)
+        rate = {"lr": 1.0} if kind == "sgd" else {"lr": 0.1, "momentum": 0.9}
+        return ndl.optim.SGD(params, **rate)
+
+    def gradients(self, net: Any, optimizer: Any, x: Any, y: Any) -> Any:
+        optimizer.reset_grad()
+        x, y = (ndl.Tensor(a, device=DEVICES[1]) for a in (x.reshape(len(x), -1), y))
+        ndl.nn.SoftmaxLoss()(net(x), y).backward()
         assert not net.modules[0].weight.grad.cached_data.is_compact()
-        opt.step(weight=y.shape[0]) if uneven else opt.step()
-        losses.append(value.numpy().item())
-assert len(losses) == 20 and losses[-1] < losses[0] / 2
 
-assert all(a is b for a, b in zip(opt.params, kept))
-assert set(opt.m) == set(opt.v) == set(kept)
-everyone = hvd.allgather_object([p.numpy().tobytes() for p in net.parameters()])
-assert all(one == everyone[0] for one in everyone)
-if rank == 0:
-    np.savez(out, *[p.numpy() for p in net.parameters()])
-"""
+    def given(self, net: Any, gradients: Any) -> Any:
+        for name, p in self.arrays(net).items():
+            p.grad = None if gradients[name] is None else gradient(gradients[name], DEVICES[1])
 
+    def array(self, x: Any) -> Any:
+        return gradient(x, DEVICES[1])
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return a function from the number of ranks and options to the trained parameters."""
-    folder = tmp_path_factory.mktemp("needle")
-    known: dict[Any, Any] = {}
-
-    def train(size: int, shares: str = "even", compression: str = "none") -> list[Any]:
-        key = size, shares, compression
-        if key not in known:
-            file = folder / f"{size}-{shares}-{compression}.npz"
-            launched(TRAINING, size, str(file), shares, compression).check()
-            with np.load(file) as arrays:
-                known[key] = [arrays[name] for name in arrays.files]
-        return known[key]
-
-    return train
-
-
-def distance(ours: list[Any], theirs: list[Any]) -> float:
-    assert [a.shape for a in ours] == [a.shape for a in theirs]
-    pairs = zip(ours, theirs, strict=True)
-    return max(float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in pairs)
-
-
-@pytest.mark.shows("eager")
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("shares", ["even", "uneven"])
-def test_training_equals_one_process(trained: Any, size: int, shares: str) -> None:
-    """Float32 added in another order differs by 2e-7 after 20 steps of Adam.
-
-    Without the exchange the difference is 0.5, without the weights 0.3.
-    """
-    assert distance(trained(size, shares), trained(1)) < 1e-5
-
-
-@pytest.mark.shows("fp16")
-def test_training_with_halves_stays_near(trained: Any) -> None:
-    halves = trained(2, "even", "fp16")
-    assert 1e-5 < distance(halves, trained(2)) < 5e-3  # 1e-4
+    def numpy(self, x: Any) -> Any:
+        assert x.device == DEVICES[1]
+        return x.numpy()
 
 
 def test_the_example() -> None:
-    assert accuracy_of("needle", epochs=4, env={"PYTHONPATH": PYTHONPATH}, timeout_s=60) > 0.94
+    assert accuracy_of("needle", epochs=4, env=ENV, timeout_s=60) > 0.94
 
 
 # The quirks, with ranks as threads.
@@ -382,22 +330,6 @@ def test_a_mismatch_names_the_parameter() -> None:
     run_threads(2, rank)
 
 
-def test_tensors_in_other_calls() -> None:
-    def rank(group: Group) -> None:
-        x = gradient([1.0 * group.rank, 3], DEVICES[1])
-        mean = ops.allreduce(x, group=group)
-        assert type(mean) is ndl.Tensor
-        assert mean.device == DEVICES[1]
-        assert mean.numpy().tolist() == [0.5, 3]
-        assert x.numpy().tolist() == [group.rank, 3]
-        tree = hvd.average_gradients({"w": x, "none": None}, group=group)
-        assert tree["w"].numpy().tolist() == [0.5, 3]
-        assert ops.allgather(x, group=group).numpy().tolist() == [0, 3, 1, 3]
-        assert ops.broadcast(x, 1, group=group).numpy().tolist() == [1, 3]
-
-    run_threads(2, rank)
-
-
 def test_another_package_of_that_name_is_left_alone() -> None:
     code = """
     import sys, types
@@ -412,7 +344,7 @@ def test_another_package_of_that_name_is_left_alone() -> None:
     opt.step()
     assert opt.params[0].tolist() == [0, 0]
     """
-    launched(code, 1).check()
+    run_ranks(code, 1, env=ENV, launcher=False, timeout_s=60).check()
 
 
 # Data.

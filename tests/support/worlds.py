@@ -35,7 +35,6 @@ import launch
 
 T = TypeVar("T")
 ON_RANKS = "worlds.on_ranks"  # an audit event: conftest.py requires a mark
-_NOT_OURS = {"tqdm_monitor"}  # threads of frameworks
 _OF_INIT = re.compile(r"HORO_LITE_|\w+_NUM_THREADS$")
 
 
@@ -210,7 +209,14 @@ def _state() -> dict[str, object]:
         with contextlib.suppress(OSError):
             links.append(os.readlink(f"/proc/self/fd/{descriptor}"))
     return {
-        "Python threads": sorted({thread.name for thread in threading.enumerate()} - _NOT_OURS),
+        # Frameworks' classes of threads are theirs.
+        "Python threads": sorted(
+            {
+                thread.name
+                for thread in threading.enumerate()
+                if type(thread).__module__.partition(".")[0] in ("threading", "horo_lite")
+            }
+        ),
         "native threads": sorted(name for name in threads if name.startswith("horo")),
         "shared memory": sorted(link for link in links if "memfd:" in link),
         "signal handlers": [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)],
