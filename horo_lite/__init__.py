@@ -48,9 +48,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 # Where each public name is defined. Nothing is imported before it is used.
-_HOME = {
-    name: home
-    for home, names in {
+_DEFINED_IN = {
+    name: module
+    for module, names in {
         "adapters": "Adapter register_adapter",
         "state.broadcast": "broadcast_parameters broadcast_optimizer_state",
         "launch.run": "run",
@@ -80,7 +80,7 @@ _HOME = {
     }.items()
     for name in names.split()
 }
-__all__ = sorted(_HOME)
+__all__ = sorted(_DEFINED_IN)
 # Modules that are more than a name, such as horo_lite.jax, imported when first used.
 _FACES = {
     "elastic",
@@ -100,9 +100,9 @@ _FACES = {
 def __getattr__(name: str) -> Any:
     if name in _FACES:
         return import_module(f"{__name__}.{name}")
-    if name not in _HOME:
+    if name not in _DEFINED_IN:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    value = getattr(import_module(f"{__name__}.{_DEFINED_IN[name]}"), name)
     globals()[name] = value
     return value
 

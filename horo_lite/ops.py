@@ -122,7 +122,7 @@ def allreduce(
 ) -> Array:
     """Reduce an array over all ranks into a new one.
 
-    Every rank calls it, in the same order as its other direct calls. Sums are computed in rank
+    Every rank calls it, in the same order as its other blocking calls. Sums are computed in rank
     order, in float32 (float64 for float64), so all ranks and all runs get the same bits.
 
     Args:
@@ -255,7 +255,7 @@ def allreduce_async(
     """Begin `allreduce`, and return at once a handle for `synchronize` and `poll`.
 
     Every rank submits the operation, in any order, and synchronizes it, which returns the result or
-    raises the errors of the direct call. It is matched among the ranks by `name`, by default by its
+    raises the errors of `allreduce`. It is matched among the ranks by `name`, by default by its
     number among this rank's unnamed operations. `x` is copied, and may be changed at once.
 
     Raises:
@@ -365,7 +365,7 @@ def reducescatter(
 ) -> Array:
     """Reduce an array over all ranks, and keep this rank's part of the rows.
 
-    Every rank calls it, in the same order as its other direct calls. The first `len(x) % size`
+    Every rank calls it, in the same order as its other blocking calls. The first `len(x) % size`
     ranks get one row more than the others.
 
     Args:
@@ -422,7 +422,7 @@ def reducescatter_async(
 def allgather(x: Array, *, name: str | None = None, group: Group | None = None) -> Array:
     """Concatenate all ranks' arrays along the first dimension.
 
-    Every rank calls it, in the same order as its other direct calls.
+    Every rank calls it, in the same order as its other blocking calls.
 
     Args:
         x: An array; only its first dimension may differ between ranks. A Python number (of
@@ -459,7 +459,7 @@ def broadcast(
 ) -> Array:
     """Copy one rank's array to all ranks, into new ones.
 
-    Every rank calls it, in the same order as its other direct calls.
+    Every rank calls it, in the same order as its other blocking calls.
 
     Args:
         x: An array of the same shape and dtype on every rank, or a number of the same type:
@@ -571,7 +571,7 @@ def alltoall(
 ) -> Any:
     """Send some rows to each rank, and receive rows from each.
 
-    Every rank calls it, in the same order as its other direct calls.
+    Every rank calls it, in the same order as its other blocking calls.
 
     Args:
         x: An array whose dtype and shape, except the first dimension, are the same on every
@@ -628,7 +628,7 @@ def alltoall_async(
 def barrier(*, group: Group | None = None) -> None:
     """Wait until all ranks have called this.
 
-    Every rank calls it, in the same order as its other direct calls.
+    Every rank calls it, in the same order as its other blocking calls.
 
     Args:
         group: The ranks that take part; by default all.
@@ -646,7 +646,7 @@ def broadcast_object(
 ) -> T:
     """Copy one rank's Python object to all ranks.
 
-    Every rank calls it, in the same order as its other direct calls. Objects are pickled: receive
+    Every rank calls it, in the same order as its other blocking calls. Objects are pickled: receive
     only from ranks that you trust.
 
     Args:
@@ -675,7 +675,7 @@ def broadcast_object(
 def allgather_object(obj: T, *, name: str | None = None, group: Group | None = None) -> list[T]:
     """Gather all ranks' Python objects.
 
-    Every rank calls it, in the same order as its other direct calls. Objects are pickled.
+    Every rank calls it, in the same order as its other blocking calls. Objects are pickled.
 
     Args:
         obj: Any picklable object.
@@ -714,7 +714,7 @@ def synchronize(handle: Handle, *, beside: bool = False, group: Group | None = N
     Raises:
         MismatchError: The ranks' calls differ, or some ranks did not submit the operation.
         PeerLostError: A rank died, left or failed. The group can no longer be used.
-        TypeError: `handle` is not a handle but, for example, the result of a direct call.
+        TypeError: `handle` is not a handle but, for example, the result of a blocking call.
     """
     return ranks_of(group).synchronize(_handle(handle), beside=beside)
 

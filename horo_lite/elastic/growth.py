@@ -171,7 +171,7 @@ class _Watch:
         self._starter = Path("/proc", pid if host == _host() else "self")
         self._over = False
         self.resume()
-        threading.Thread(target=self._look, name="horo_lite watch", daemon=True).start()
+        threading.Thread(target=self._check, name="horo_lite watch", daemon=True).start()
 
     def suspend(self) -> None:
         """Allow any time, as long as the starter lives."""
@@ -183,7 +183,7 @@ class _Watch:
     def end(self) -> None:
         self._over = True
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         while not self._over:
             if time.monotonic() > self._until or not self._starter.exists():
                 _leave()

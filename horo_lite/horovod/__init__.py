@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 # Where the names that the framework modules share are defined. Nothing is imported before it is
 # used: the command line needs only `install`.
-_HOME = {
-    name: home
-    for home, names in {
+_DEFINED_IN = {
+    name: module
+    for module, names in {
         "objects": "allgather_object barrier broadcast_object broadcast_object_fn join",
         "process_sets": "ProcessSet add_process_set global_process_set remove_process_set",
         "reductions": "Adasum",
@@ -35,10 +35,10 @@ _HOME = {
     }.items()
     for name in names.split()
 }
-__all__ = sorted([*_HOME, "install", "installed_horovod"])
+__all__ = sorted([*_DEFINED_IN, "install", "installed_horovod"])
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _DEFINED_IN:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_DEFINED_IN[name]}"), name)

@@ -22,7 +22,7 @@ PATH = str(Path(__file__).parent / "path")
 # Each module of Horovod, with the modules in which its names are looked up, in order.
 _ERRORS = "horo_lite.horovod.exceptions"
 _COMMON = ("horo_lite.horovod.world", "horo_lite.horovod.process_sets", "horo_lite.horovod.util")
-HOMES: dict[str, tuple[str, ...]] = {
+SOURCES: dict[str, tuple[str, ...]] = {
     "horovod": ("horo_lite.horovod.runner",),
     "horovod.data": ("horo_lite.horovod.data",),
     "horovod.data.data_loader_base": ("horo_lite.horovod.data",),
@@ -71,15 +71,15 @@ INSTEAD = {
 class _Alias(ModuleType):
     """A module under Horovod's name: its names come from other modules, and can be overwritten."""
 
-    _homes: tuple[ModuleType, ...] = ()
+    _sources: tuple[ModuleType, ...] = ()
 
     def __getattr__(self, name: str) -> Any:
         if name == "__all__":
             return self.__dir__()
         if not name.startswith("__"):
-            for home in self._homes:
-                if hasattr(home, name):
-                    return getattr(home, name)
+            for source in self._sources:
+                if hasattr(source, name):
+                    return getattr(source, name)
         instead = INSTEAD.get(".".join(self.__name__.split(".")[:2]), "")
         raise AttributeError(
             f"horo_lite's {self.__name__} has no {name!r}: "
@@ -92,7 +92,9 @@ class _Alias(ModuleType):
         return import_module, (self.__name__,)
 
     def __dir__(self) -> list[str]:
-        names = {name for home in self._homes for name in getattr(home, "__all__", dir(home))}
+        names = {
+            name for source in self._sources for name in getattr(source, "__all__", dir(source))
+        }
         return sorted(name for name in names if not name.startswith("_"))
 
 
@@ -102,20 +104,20 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     ) -> ModuleSpec | None:
         if fullname.partition(".")[0] != "horovod":
             return None
-        if fullname not in HOMES:
+        if fullname not in SOURCES:
             instead = INSTEAD.get(".".join(fullname.split(".")[:2]))
             raise ModuleNotFoundError(
                 f"there is no {fullname}: `horovod` is horo_lite here (docs/from-horovod.md), "
-                + (f"and {instead}" if instead else f"which provides {', '.join(sorted(HOMES))}"),
+                + (f"and {instead}" if instead else f"which provides {', '.join(sorted(SOURCES))}"),
                 name=fullname,
             )
         return ModuleSpec(fullname, self, origin="horo_lite", is_package=True)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return _Alias(spec.name, f"{spec.name}, which is {HOMES[spec.name][0]} of horo_lite.")
+        return _Alias(spec.name, f"{spec.name}, which is {SOURCES[spec.name][0]} of horo_lite.")
 
     def exec_module(self, module: ModuleType) -> None:
-        vars(module)["_homes"] = tuple(map(import_module, HOMES[module.__name__]))
+        vars(module)["_sources"] = tuple(map(import_module, SOURCES[module.__name__]))
         if module.__name__ == "horovod":
             vars(module)["__version__"] = VERSION
 

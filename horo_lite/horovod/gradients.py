@@ -52,8 +52,8 @@ def options_of(
     return options
 
 
-class Exchange:
-    """Exchanges the gradients of one optimizer or tape.
+class GradientAverager:
+    """Averages the gradients of one optimizer or tape, except those of local variables.
 
     Args:
         transform: The transformation that averages them.
@@ -66,7 +66,7 @@ class Exchange:
         self._local: dict[int, Any] = {}
 
     def register_local(self, variables: Iterable[Any]) -> None:
-        """Do not exchange the gradients of these variables."""
+        """Do not average the gradients of these variables."""
         for variable in variables:
             self._local[id(_identity(variable))] = variable  # kept alive, so its id stays unique
 
@@ -85,17 +85,17 @@ class Exchange:
         options = self._transform.options
         if group_of_member(options.group) is None:
             return results
-        away = [i for i, v in enumerate(variables) if id(_identity(v)) not in self._local]
-        if self._scale_local and len(away) < len(results):
+        averaged = [i for i, v in enumerate(variables) if id(_identity(v)) not in self._local]
+        if self._scale_local and len(averaged) < len(results):
             n_ranks = options.ranks.size
-            for i in {*range(len(results))}.difference(away):
+            for i in {*range(len(results))}.difference(averaged):
                 results[i] = scaled(results[i], 1 / n_ranks)
         factor = float(options.gradient_predivide_factor)
         _, sent, restored = options.compression.compressed(
-            [scaled(results[i], 1 / factor) for i in away]
+            [scaled(results[i], 1 / factor) for i in averaged]
         )
-        averages = restored(self._transform([names[i] for i in away], sent, weight))
-        for i, average in zip(away, averages, strict=True):
+        averages = restored(self._transform([names[i] for i in averaged], sent, weight))
+        for i, average in zip(averaged, averages, strict=True):
             results[i] = scaled(average, factor)
         return results
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from horo_lite.context import is_initialized, size
 from horo_lite.errors import warn
-from horo_lite.horovod.gradients import Exchange
+from horo_lite.horovod.gradients import GradientAverager
 from horo_lite.state.wrapper import Sharing
 
 is_keras2 = (
@@ -25,7 +25,7 @@ keras: Any = import_module("tf_keras" if is_keras2 else "keras")
 class Averaging(Sharing):
     """Base class of all wrapped optimizers, in addition to their own class."""
 
-    _exchange: Exchange
+    _averager: GradientAverager
 
     @classmethod
     def attributes(cls, base: Any) -> dict[str, Any]:
@@ -46,7 +46,7 @@ class Averaging(Sharing):
 
         The gradient is divided by the number of ranks unless scale_local_gradients=False.
         """
-        self._exchange.register_local([var])
+        self._averager.register_local([var])
 
     def get_config(self) -> Any:
         """Return the inner optimizer's configuration, from which Keras also makes copies."""

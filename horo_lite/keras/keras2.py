@@ -10,17 +10,17 @@ from typing import Any
 
 import tensorflow as tf
 
-from horo_lite.horovod.gradients import Exchange
+from horo_lite.horovod.gradients import GradientAverager
 from horo_lite.keras.base import Averaging, name_of
 from horo_lite.state.wrapper import sharing
 
 
-def wrapped(optimizer: Any, exchange: Exchange, passes: int, average_passes: bool) -> Any:
+def wrapped(optimizer: Any, averager: GradientAverager, passes: int, average_passes: bool) -> Any:
     """Return an optimizer of the same class and state whose gradients are exchanged.
 
     Args:
         optimizer: An optimizer of tf_keras.
-        exchange: The object that exchanges the gradients.
+        averager: What averages the gradients.
         passes: How many passes are added up before an exchange.
         average_passes: Whether the sum is divided by their number.
     """
@@ -29,7 +29,7 @@ def wrapped(optimizer: Any, exchange: Exchange, passes: int, average_passes: boo
     return sharing(
         optimizer,
         AveragingOptimizer,
-        _exchange=exchange,
+        _averager=averager,
         _passes=passes,
         _share=1 / passes if average_passes else 1.0,
         _sums={},
@@ -73,7 +73,7 @@ class AveragingOptimizer(Averaging):
     def _averaged(self, pairs: list[Any], weight: Any = None) -> list[Any]:
         variables = [variable for _, variable in pairs]
         gradients = [gradient for gradient, _ in pairs]
-        averages = self._exchange(variables, list(map(name_of, variables)), gradients, weight)
+        averages = self._averager(variables, list(map(name_of, variables)), gradients, weight)
         return list(zip(averages, variables, strict=True))
 
     def _add(self, pairs: list[Any], apply: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 from horo_lite.collectives.compression import Compression
 from horo_lite.collectives.group import Group
 from horo_lite.collectives.reductions import AnyOp, Average
-from horo_lite.horovod.gradients import Exchange, options_of, scaled
+from horo_lite.horovod.gradients import GradientAverager, options_of, scaled
 from horo_lite.horovod.process_sets import Set, global_process_set
 from horo_lite.keras.base import Averaging, is_of_keras2, keras, name_of
 from horo_lite.state.wrapper import check_unwrapped, sharing
@@ -108,17 +108,17 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     )
     passes = checked_passes(backward_passes_per_step)
     transform = _transform(options, sparse_as_dense, is_keras2)
-    exchange = Exchange(transform, scale_local_gradients)
+    averager = GradientAverager(transform, scale_local_gradients)
     if is_keras2:
         keras2 = import_module("horo_lite.keras.keras2")
-        return keras2.wrapped(optimizer, exchange, passes, average_aggregated_gradients)
+        return keras2.wrapped(optimizer, averager, passes, average_aggregated_gradients)
     if passes > 1:
         _check_can_accumulate(optimizer, passes)
         vars(optimizer)["gradient_accumulation_steps"] = passes
     return sharing(
         optimizer,
         AveragingOptimizer,
-        _exchange=exchange,
+        _averager=averager,
         _is_averaged=False,
         _passes=passes,
         _sum_of=1 if average_aggregated_gradients else passes,
@@ -331,7 +331,7 @@ class AveragingOptimizer(Averaging):
             variables = self._trainable_variables
         if self._is_averaged or len(grads) != len(variables):  # Keras raises the error
             return grads
-        return self._exchange(variables, list(map(name_of, variables)), grads, weight)
+        return self._averager(variables, list(map(name_of, variables)), grads, weight)
 
     # Every backend's Keras optimizer calls these two methods in this order, the second one with the
     # sum over the passes.
@@ -347,7 +347,7 @@ class AveragingOptimizer(Averaging):
         variables = self._accumulated
         if self._passes > 1 and variables is not None:
             sums = [scaled(gradient, self._sum_of) for gradient in grads]
-            grads = self._exchange(variables, list(map(name_of, variables)), sums)
+            grads = self._averager(variables, list(map(name_of, variables)), sums)
         return super()._clip_gradients(grads)  # type: ignore[misc]
 
     def __setattr__(self, name: str, value: Any) -> None:

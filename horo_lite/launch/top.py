@@ -103,7 +103,7 @@ def _row(before: Records | None, now: Records, from_ns: int, at_ns: int) -> _Row
     since = (before or now).counters
     waited_ns = now.counters.waited_ns - since.waited_ns
     exchanged_ns = now.counters.exchanged_ns - since.exchanged_ns
-    last = _in_direct_call(now)
+    last = _in_blocking_call(now)
     if last is not None:  # the operation in progress has not been counted yet
         begun_ns = last.begun_ns or at_ns
         waited_ns += max(0, begun_ns - max(last.submitted_ns, from_ns))
@@ -117,8 +117,8 @@ def _row(before: Records | None, now: Records, from_ns: int, at_ns: int) -> _Row
     )
 
 
-def _in_direct_call(records: Records) -> Operation | None:
-    """Return the direct call that a rank of this host is in; other hosts' clocks differ."""
+def _in_blocking_call(records: Records) -> Operation | None:
+    """Return the blocking call that a rank of this host is in; other hosts' clocks differ."""
     last = records.operations[-1] if records.operations else None
     is_in_it = last is not None and not last.done_ns and not last.asynchronous
     return last if is_in_it and _is_here(records) else None
@@ -174,7 +174,7 @@ def _doing(records: Records, now_ns: int) -> str:
     group = ranks_text(last.ranks, records.size)
     label = label if group == "all ranks" else f"{label} of {group}"
     age_s = (now_ns - last.submitted_ns) / 1e9
-    return f"{label} for {age_s:.0f} s" if _in_direct_call(records) and age_s >= 1 else label
+    return f"{label} for {age_s:.0f} s" if _in_blocking_call(records) and age_s >= 1 else label
 
 
 def _line(text: str) -> str:

@@ -109,7 +109,7 @@ def _dump(records: Records, first: Mapping[tuple[tuple[int, ...], bool], int]) -
         if operation.position and operation.position < first.get(_channel(operation), 0):
             continue
         name = ranks_text(operation.ranks, records.size)
-        way = "asynchronous operations" if operation.asynchronous else "direct calls"
+        way = "asynchronous operations" if operation.asynchronous else "blocking calls"
         group = f"{way} of {name}"
         groups[group] = {"name": group, "desc": "undefined", "ranks": str(list(operation.ranks))}
         entries.append(_entry(operation, group, records))

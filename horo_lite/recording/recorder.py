@@ -70,7 +70,7 @@ def channel_of(ranks: Sequence[int]) -> int:
 def operation(
     label: str, kind: str, names: Sequence[str] = (), tensors: Tensors | None = None
 ) -> None:
-    """Record this thread's direct call, unless it has been recorded already.
+    """Record this thread's blocking call, unless it has been recorded already.
 
     The rank has reached the call, and waits for the others.
     """
@@ -85,7 +85,7 @@ def operation(
 def submitted(
     channel: int, job: Job, kind: str, names: Sequence[str] = (), tensors: Tensors | None = None
 ) -> None:
-    """Record an operation that was submitted to the engine."""
+    """Record an operation that was submitted to the progress thread."""
     job.record(channel, _place_of(kind), _place_of(tuple(names)) if names else 0, tensors)
 
 

@@ -46,7 +46,7 @@ class Operation(NamedTuple):
         number: Its number among all operations that the rank has recorded, from 1.
         position: Its number in the channel, the same on all ranks; 0 if it is not known yet.
         ranks: The ranks that take part.
-        asynchronous: Whether the engine runs it; it is then matched by its label.
+        asynchronous: Whether the progress thread runs it; it is then matched by its label.
         label: The operation's name in messages.
         kind: Its kind, such as "allreduce".
         names: The names of its tensors, if they have any.

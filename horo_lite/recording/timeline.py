@@ -16,7 +16,7 @@ The trace is in Chrome's trace event format. For each operation it contains
   phases. These are sums: large arrays pass through the phases piece by piece.
 
 All of them contain the operation's name, and in `args` its size and the names of its tensors, if
-they have any. `pid` is the rank; each group of ranks has a `tid` for its direct calls and one for
+they have any. `pid` is the rank; each group of ranks has a `tid` for its blocking calls and one for
 its asynchronous operations. Times are in microseconds since 1970, by the clock of rank 0's host. On
 a GPU, an operation ends when it has been queued there.
 """
@@ -281,7 +281,7 @@ def events_of(records: Records, first: int = 1) -> Iterator[dict[str, Any]]:
         if operation.ranks not in rows:
             row = rows[operation.ranks] = 2 * len(rows)
             who = ranks_text(operation.ranks, records.size)
-            yield name("thread_name", row, name=f"direct calls of {who}")
+            yield name("thread_name", row, name=f"blocking calls of {who}")
             yield name("thread_name", row + 1, name=f"asynchronous operations of {who}")
         yield from _events(operation, rank, rows[operation.ranks], epoch_ns)
 

@@ -17,7 +17,7 @@ from horo_lite.collectives.compression import Compression
 from horo_lite.collectives.group import Group
 from horo_lite.collectives.reductions import Adasum, AnyOp, Average, Sum
 from horo_lite.errors import MismatchError
-from horo_lite.horovod.gradients import Exchange, options_of
+from horo_lite.horovod.gradients import GradientAverager, options_of
 from horo_lite.horovod.process_sets import Set, global_process_set, ranks_given, root_given
 from horo_lite.tensorflow.errors import raised_as_tensorflows
 from horo_lite.tensorflow.operations import (
@@ -74,15 +74,15 @@ class Transform(transform.Transform):
             return [_in_tensorflow(average) for average in averages]
 
         here = [i for i, g in enumerate(results) if g is not None]  # missing in every step
-        tensors, looks = [], []
+        tensors, layouts = [], []
         for i in here:
             for part in _parts(results[i]):
                 rows_differ = _is_sparse(results[i]) and part.shape.rank is not None
                 tensors.append(part)
-                looks.append((part.dtype, [None, *part.shape[1:]] if rows_differ else part.shape))
+                layouts.append((part.dtype, [None, *part.shape[1:]] if rows_differ else part.shape))
         given = [] if weight is None else [tf.cast(weight, tf.float64)]
 
-        def exchange(*arrays: Array) -> list[Array]:
+        def run(*arrays: Array) -> list[Array]:
             parts = iter(arrays[len(given) :])
             mine = [
                 _Rows(next(parts), next(parts), _known_shape(results[i]))
@@ -95,7 +95,7 @@ class Transform(transform.Transform):
             )
             return [part for average in averages for part in _parts(average)]
 
-        outputs = iter(in_python(exchange, [*given, *tensors], looks))
+        outputs = iter(in_python(run, [*given, *tensors], layouts))
         for i in here:
             if _is_sparse(results[i]):
                 values, indices = next(outputs), next(outputs)
@@ -115,20 +115,20 @@ class Transform(transform.Transform):
         dense = [None if isinstance(g, _Rows) else g for g in gradients]
         # Tells ranks without rows of an embedding's gradient that others have some.
         self._note = json.dumps(
-            {i: _look(g) for i, g in enumerate(gradients) if isinstance(g, _Rows)}
+            {i: _layout(g) for i, g in enumerate(gradients) if isinstance(g, _Rows)}
         )
         results = super().__call__(names, dense, weight)
-        looks: dict[int, Any] = {}
+        layouts: dict[int, Any] = {}
         for note in filter(None, self._notes.values()):
-            for i, look in json.loads(note).items():
-                known = looks.setdefault(int(i), look)
-                if not all(a == b or None in (a, b) for a, b in zip(known, look, strict=True)):
+            for i, layout in json.loads(note).items():
+                known = layouts.setdefault(int(i), layout)
+                if not all(a == b or None in (a, b) for a, b in zip(known, layout, strict=True)):
                     raise MismatchError(
                         f"the gradient of {names[int(i)]!r} is IndexedSlices of different tensors: "
-                        f"{_in_words(*known)} on some ranks and {_in_words(*look)} on others"
+                        f"{_in_words(*known)} on some ranks and {_in_words(*layout)} on others"
                     )
-        divisor = self._divisor(weight) if looks else 1.0
-        for i, (values_dtype, row, indices_dtype, shape) in sorted(looks.items()):
+        divisor = self._divisor(weight) if layouts else 1.0
+        for i, (values_dtype, row, indices_dtype, shape) in sorted(layouts.items()):
             if results[i] is not None:
                 raise MismatchError(
                     f"the gradient of {names[i]!r} is a dense tensor on some ranks and "
@@ -225,14 +225,14 @@ class DistributedGradientTape:
             op, compression, process_set, group, gradient_predivide_factor, num_groups, groups
         )
         self._transform = Transform(options, sparse_as_dense)
-        self._exchange = Exchange(self._transform, scale_local_gradients)
+        self._averager = GradientAverager(self._transform, scale_local_gradients)
 
     def register_local_source(self, source: Any) -> None:
         """Do not exchange the gradient of this variable.
 
         The gradient is divided by the number of ranks unless scale_local_gradients=False.
         """
-        self._exchange.register_local([source])
+        self._averager.register_local([source])
 
     @as_it_is
     def gradient(
@@ -267,7 +267,7 @@ class DistributedGradientTape:
             f"sources[{i}]" if use_generic_names else _name(source, i)
             for i, source in enumerate(variables)
         ]
-        averages = self._exchange(variables, names, tf.nest.flatten(gradients), weight)
+        averages = self._averager(variables, names, tf.nest.flatten(gradients), weight)
         return tf.nest.pack_sequence_as(gradients, averages)
 
     def __enter__(self) -> DistributedGradientTape:
@@ -466,13 +466,13 @@ def _assign(
     if title is not None:
         names = [f"{title}, {name}" for name in names]
 
-    def exchange(*arrays: Array) -> list[Array]:
+    def run(*arrays: Array) -> list[Array]:
         copies = [np.array(x) for x in arrays]
         ranks = ranks_of(members)
         root = root_given(ranks, root_rank, group)
         return ops.grouped_broadcast_(copies, root, names=names, group=ranks)
 
-    values = in_python(exchange, tensors, [(x.dtype, x.shape) for x in tensors])
+    values = in_python(run, tensors, [(x.dtype, x.shape) for x in tensors])
     for variable, value in zip(variables, values, strict=True):
         variable.assign(value)
     return values
@@ -516,7 +516,7 @@ def _known_shape(slices: tf.IndexedSlices) -> Array | None:
     return None if shape is None else cast("Array | None", tf.get_static_value(shape))
 
 
-def _look(rows: _Rows) -> tuple[str, list[int], str, list[int] | None]:
+def _layout(rows: _Rows) -> tuple[str, list[int], str, list[int] | None]:
     """Describe such rows, for a rank that has none."""
     shape = None if rows.dense_shape is None else [int(n) for n in rows.dense_shape]
     return rows.values.dtype.name, list(rows.values.shape[1:]), rows.indices.dtype.name, shape

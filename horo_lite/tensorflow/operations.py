@@ -192,7 +192,7 @@ def grouped_allreduce(
     slices = [i for i, x in enumerate(results) if isinstance(x, tf.IndexedSlices)]
     dense = [i for i in range(len(results)) if i not in slices]
 
-    def exchange(*arrays: Array) -> list[Array]:
+    def run(*arrays: Array) -> list[Array]:
         return ops.grouped_allreduce(
             arrays,
             op,
@@ -216,7 +216,7 @@ def grouped_allreduce(
                 name=_backward(name),
             )
 
-        return in_python(exchange, xs, [(x.dtype, x.shape) for x in xs]), backward
+        return in_python(run, xs, [(x.dtype, x.shape) for x in xs]), backward
 
     if dense:
         xs = [_tensor("allreduce", results[i]) for i in dense]
@@ -252,7 +252,7 @@ def allgather(
     """
     members = ranks_given(process_set, group)
 
-    def exchange(array: Array) -> list[Array]:
+    def run(array: Array) -> list[Array]:
         return [ops.allgather(array, name=name, group=ranks_of(members))]
 
     def place(shape: Array) -> list[Array]:
@@ -270,7 +270,7 @@ def allgather(
             (rows,) = in_python(place, [tf.shape(x)], [(tf.int64, [2])])
             return tf.reshape(average[rows[0] : rows[1]], tf.shape(x))
 
-        (result,) = in_python(exchange, [x], [(x.dtype, _some_rows(x))])
+        (result,) = in_python(run, [x], [(x.dtype, _some_rows(x))])
         return result, backward
 
     return _differentiable(gathered, [_tensor("allgather", tensor)])
@@ -318,7 +318,7 @@ def broadcast(
     def root(ranks: Group) -> int:
         return root_given(ranks, root_rank, group)
 
-    def exchange(array: Array) -> list[Array]:
+    def run(array: Array) -> list[Array]:
         ranks = ranks_of(members)
         return [ops.broadcast(array, root(ranks), name=name, group=ranks)]
 
@@ -330,7 +330,7 @@ def broadcast(
             is_root = _when_run(lambda ranks: ranks.rank == root(ranks), members, tf.bool, average)
             return tf.where(is_root, average, tf.zeros_like(average))
 
-        (result,) = in_python(exchange, [x], [(x.dtype, x.shape)])
+        (result,) = in_python(run, [x], [(x.dtype, x.shape)])
         return result, backward
 
     return _differentiable(received, [_tensor("broadcast", tensor)])
@@ -368,7 +368,7 @@ def alltoall(
         if not splits.dtype.is_integer:
             raise TypeError(f"alltoall: splits must be integers, not {splits.dtype.name}")
 
-    def exchange(array: Array, splits: Array | None = None) -> list[Array]:
+    def run(array: Array, splits: Array | None = None) -> list[Array]:
         ranks = ranks_of(members)
         if splits is None:
             n_rows = len(array) if array.ndim else 1
@@ -382,7 +382,7 @@ def alltoall(
 
     def exchanged(x: Tensor) -> Any:
         inputs = [x] if splits is None else [x, splits]
-        rows, received = in_python(exchange, inputs, [(x.dtype, _some_rows(x)), (tf.int32, [None])])
+        rows, received = in_python(run, inputs, [(x.dtype, _some_rows(x)), (tf.int32, [None])])
 
         def backward(gradient: Tensor, _: Tensor) -> Tensor:
             gradient = tf.convert_to_tensor(gradient)
@@ -422,7 +422,7 @@ def reducescatter(
     members = ranks_given(process_set, group)
     wire, (tensor,), restored = compressor_of(compression).compressed([tensor])
 
-    def exchange(array: Array) -> list[Array]:
+    def run(array: Array) -> list[Array]:
         part = ops.reducescatter(
             array,
             op,
@@ -446,7 +446,7 @@ def reducescatter(
             )
             return tf.reshape(whole, tf.shape(x)) * tf.cast(factor, whole.dtype)
 
-        (result,) = in_python(exchange, [x], [(x.dtype, _some_rows(x))])
+        (result,) = in_python(run, [x], [(x.dtype, _some_rows(x))])
         return result, backward
 
     (result,) = restored([_differentiable(scattered, [_tensor("reducescatter", tensor)])])

@@ -118,7 +118,7 @@ class _Call:
 
     def add_up(self, x: torch.Tensor, what: str) -> None:
         """Replace `x` by its sum over all ranks."""
-        # Not through the engine, where it would wait for the gradients in flight.
+        # Not by the progress thread, where it would wait for the gradients in flight.
         self.group.exchange([x], names=[what], label=f"{self.label}, {what}", op=Sum)
 
     def count(self) -> None:

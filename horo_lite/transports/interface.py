@@ -95,7 +95,7 @@ class Transport(ABC):
     native_group: _native.ShmGroup | None = None
     """The transport's C++ group, if all ranks are on one host."""
     engine_group: _native.EngineGroup | None = None
-    """The C++ group through which an engine reduces without Python."""
+    """The C++ group through which the progress thread reduces without Python."""
     reads_sources = False
     """Whether `allreduce` reads contributions from `Tensors.read_from`, if set."""
     shares_memory = False
@@ -173,7 +173,7 @@ class Transport(ABC):
     ) -> _native.Engine | None:
         """Start the thread that runs asynchronous operations over this transport.
 
-        `direct` is the same ranks' transport for direct calls; `explain` returns the text of a
+        `direct` is the same ranks' transport for blocking calls; `explain` returns the text of a
         mismatch. Return None if this is the only rank. Every rank calls it.
         """
         return None

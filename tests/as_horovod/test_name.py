@@ -213,7 +213,7 @@ def test_horovods_run(tmp_path: Path) -> None:
 
 
 def test_every_alias_has_a_home() -> None:
-    known = [home for homes in aliases.HOMES.values() for home in homes]
+    known = [home for homes in aliases.SOURCES.values() for home in homes]
     for home in sorted(set(known)):
         needs_more = ("torch", "tensorflow", "keras", "horovod.ray")
         if not home.startswith(tuple(f"horo_lite.{name}" for name in needs_more)):

@@ -263,4 +263,4 @@ def test_aliases_are_pickled_by_name(horovod: None) -> None:
     import horovod.common.util
 
     assert pickle.loads(pickle.dumps(horovod.common.util)) is horovod.common.util
-    assert horovod.common.util.__name__ in aliases.HOMES
+    assert horovod.common.util.__name__ in aliases.SOURCES

@@ -65,14 +65,14 @@ def count_messages() -> tuple[int, int]:
     from horo_lite.transports.gloo.carrier import GlooChannel
 
     sizes: list[int] = []
-    exchange = GlooChannel.exchange
+    start = GlooChannel.start
 
     def counted(self: Any, receive: Any, send: Any) -> Any:
         sizes.extend(memory.nbytes for _, _, memory in send)
-        return exchange(self, receive, send)
+        return start(self, receive, send)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GlooChannel, "exchange", counted)
+        patch.setattr(GlooChannel, "start", counted)
         world = hvd.init()
         ones = np.ones(4 << 20, np.float32)
         assert (hvd.allreduce(ones, op=hvd.Sum) == 2).all()

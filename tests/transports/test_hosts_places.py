@@ -64,12 +64,12 @@ def test_an_all_to_all_sends_through_mpi_what_goes_to_other_hosts() -> None:
     import numpy as np
     import horo_lite as hvd
     from horo_lite.transports.mpi.carrier import MpiCarrier
-    real, sent = MpiCarrier.exchange, [0] * 5
+    real, sent = MpiCarrier.start, [0] * 5
     def counting(carrier, receive, send):
         for peer, _, memory in send:
             sent[peer] += memory.nbytes
         return real(carrier, receive, send)
-    MpiCarrier.exchange = counting  # ranks also exchange the numbers of rows
+    MpiCarrier.start = counting  # ranks also exchange the numbers of rows
     world = hvd.init()
     rank, size = world.rank, world.size
     rows = lambda source, to: (5 * source + to) % 7 * 70_001

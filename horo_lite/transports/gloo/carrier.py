@@ -52,7 +52,7 @@ class GlooChannel(Channel):
         self._latest: dict[int, int] = {}  # the number of the last packet to each peer
         connections.add(self)
 
-    def exchange(self, receive: Sequence[Message], send: Sequence[Message]) -> Done:
+    def start(self, receive: Sequence[Message], send: Sequence[Message]) -> Done:
         works: list[tuple[int, Any]] = []
         failed = -1
         for messages, receives in ((receive, True), (send, False)):
@@ -163,8 +163,8 @@ class GlooCarrier(Carrier):
         self._main = self.channel()
         self.rank, self.size = self._main.rank, self._main.size
 
-    def exchange(self, receive: Sequence[Message], send: Sequence[Message]) -> Done:
-        return self._main.exchange(receive, send)
+    def start(self, receive: Sequence[Message], send: Sequence[Message]) -> Done:
+        return self._main.start(receive, send)
 
     def native(self) -> _native.Carrier:
         def messages(of: Sequence[tuple[int, int, int, int]]) -> list[Message]:
@@ -173,7 +173,7 @@ class GlooCarrier(Carrier):
         def start(
             receive: Sequence[tuple[int, int, int, int]], send: Sequence[tuple[int, int, int, int]]
         ) -> Done:
-            return self.exchange(messages(receive), messages(send))
+            return self.start(messages(receive), messages(send))
 
         def allgather(mine: int, n_bytes: int, everyone: int) -> Done:
             return self._main.allgather(

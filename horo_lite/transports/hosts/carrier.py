@@ -39,8 +39,8 @@ class Channel(ABC):
     largest_tag: int
 
     @abstractmethod
-    def exchange(self, receive: Sequence[Message], send: Sequence[Message]) -> Done:
-        """Receive and send messages of sizes that both sides know, with tags from 0 on."""
+    def start(self, receive: Sequence[Message], send: Sequence[Message]) -> Done:
+        """Begin to receive and send messages. Both sides know their sizes; tags are from 0 on."""
 
     @abstractmethod
     def send(self, texts: Mapping[int, bytes], tag: int) -> None:
@@ -92,8 +92,8 @@ class Carrier(ABC):
         return memory
 
     @abstractmethod
-    def exchange(self, receive: Sequence[Message], send: Sequence[Message]) -> Done:
-        """Exchange messages, as a channel does. Only Python uses tag 0."""
+    def start(self, receive: Sequence[Message], send: Sequence[Message]) -> Done:
+        """Begin to receive and send messages, as a channel does. Only Python uses tag 0."""
 
     @abstractmethod
     def native(self) -> _native.Carrier:

@@ -26,7 +26,7 @@ PIECE_BYTES = 1 << 20
 """The size of the carrier's messages into which a large message is divided."""
 _RECORD = 1
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 1e-3
-_BESIDE_S = 5e-3  # like an idle engine
+_BESIDE_S = 5e-3  # like an idle progress thread
 
 # Each large message in flight from this process has a tag of its own, in whichever world it was
 # sent: messages that were never received keep theirs.
@@ -37,7 +37,7 @@ _free_tags: deque[int] = deque()
 class HostsMailbox:
     """Messages between ranks of several hosts; see `horo_lite.transports.mailbox`.
 
-    `transport`, for direct calls, counts the records: peers learn their number when it leaves.
+    `transport`, for blocking calls, counts the records: peers learn their number when it leaves.
     """
 
     def __init__(self, channel: Channel, transport: HostsTransport) -> None:
@@ -70,7 +70,7 @@ class HostsMailbox:
             memory_at(address + at, min(PIECE_BYTES, n_bytes - at))
             for at in range(0, n_bytes, PIECE_BYTES)
         ]
-        return tag, self.channel.exchange([], [(peer, tag, piece) for piece in pieces])
+        return tag, self.channel.start([], [(peer, tag, piece) for piece in pieces])
 
     def location(self, offered: tuple[int, Done]) -> int:
         return offered[0]
@@ -113,7 +113,7 @@ class HostsFetch:
         n_bytes = min(PIECE_BYTES, self._n_bytes - self._n_begun)
         if n_bytes > 0:
             self._n_begun += n_bytes
-            done = self._channel.exchange([(self._peer, self._tag, stage[:n_bytes])], [])
+            done = self._channel.start([(self._peer, self._tag, stage[:n_bytes])], [])
             self._under_way.append((done, stage))
 
     def is_here(self) -> bool:

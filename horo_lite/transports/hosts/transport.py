@@ -141,7 +141,7 @@ class HostsTransport(Transport):
     def allgather(self, send: _native.Tensors, receive: Sequence[_native.Tensors]) -> None:
         brought = self._places.brought
         mine = brought[self._places.index]
-        self._exchange(
+        self._send_and_receive(
             dict.fromkeys(self._places.counterparts, send),
             {peer: receive[peer] for peer in mine if peer != self.rank},
             self._places.most_peers,
@@ -168,7 +168,7 @@ class HostsTransport(Transport):
         peers = [r % self.size for r in others if r % self.size not in here]
         outgoing = {peer: send[peer] for peer in peers}
         incoming = {peer: receive[peer] for peer in peers}
-        self._exchange(outgoing, incoming, self.size - self._smallest_host)
+        self._send_and_receive(outgoing, incoming, self.size - self._smallest_host)
         alltoall(
             self.group.exchange_on_host,
             here.index(self.rank),
@@ -177,7 +177,7 @@ class HostsTransport(Transport):
             [[n_bytes[s][d] for d in here] for s in here],
         )
 
-    def _exchange(
+    def _send_and_receive(
         self,
         send: Mapping[int, _native.Tensors],
         receive: Mapping[int, _native.Tensors],
@@ -208,7 +208,7 @@ class HostsTransport(Transport):
                 for peer, stream in incoming.items()
             }
             parts = {peer: filled[id(tensors)] for peer, tensors in send.items()}
-            return self.carrier.exchange(
+            return self.carrier.start(
                 [(peer, 0, room) for peer, room in rooms.items() if room.size],
                 [(peer, 0, part) for peer, part in parts.items() if part.size],
             )

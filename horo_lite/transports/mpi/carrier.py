@@ -96,7 +96,7 @@ class MpiChannel(Channel):
         self.messages = point_to_point(comm)
         self._short = self.messages.control_channel(SHORT if is_shared else None)
 
-    def exchange(self, receive: Sequence[Message], send: Sequence[Message]) -> Done:
+    def start(self, receive: Sequence[Message], send: Sequence[Message]) -> Done:
         owner = receive, send
         return self.messages.start(_addresses(receive), _addresses(send), owner)
 
@@ -155,8 +155,8 @@ class MpiCarrier(Carrier):
         self._is_closed = False  # nothing was interrupted, and this rank no longer needs them
         MpiCarrier.in_use.append(self)
 
-    def exchange(self, receive: Sequence[Message], send: Sequence[Message]) -> Done:
-        return self._main.exchange(receive, send)
+    def start(self, receive: Sequence[Message], send: Sequence[Message]) -> Done:
+        return self._main.start(receive, send)
 
     def native(self) -> _native.Carrier:
         return self._main.messages
