@@ -91,7 +91,7 @@ class Network:
     """Longer messages are split (Open MPI: see transports/mpi/point_to_point.py)."""
 
 
-class Exchange(NamedTuple):
+class AllReduceTimes(NamedTuple):
     """The predicted parts of one all-reduce."""
 
     link_s: float
@@ -160,7 +160,7 @@ def allreduce(
     costs: Costs,
     network: Network,
     levels: Sequence[int] | None = None,
-) -> Exchange:
+) -> AllReduceTimes:
     """Predict an all-reduce of float32 elements.
 
     Args:
@@ -178,12 +178,12 @@ def allreduce(
     if math.prod(levels) != hosts:
         raise ValueError(f"the product of the levels {levels} is not {hosts}, the number of hosts")
     if hosts * ranks == 1 or n_elements == 0:
-        return Exchange(0, 0, 0, 0, 0, 0, 0)
+        return AllReduceTimes(0, 0, 0, 0, 0, 0, 0)
     per_ns = costs.slowdown(ranks) * 1e-9  # seconds, for work of one rank
     if hosts == 1:
         others = (ranks - 1) / ranks
         work = others * (wire.encode_ns + wire.decode_ns) + wire.reduce_ns
-        return Exchange(0, n_elements * work * per_ns, 0, 0, 0, 0, 0)
+        return AllReduceTimes(0, n_elements * work * per_ns, 0, 0, 0, 0, 0)
 
     # Shares consist of blocks. If there are more shares than blocks, some ranks have none.
     all_bytes = n_elements * wire.element_bytes
@@ -228,12 +228,12 @@ def allreduce(
     start_s += hosts * ranks * _HEADER_BYTES / rate
     sent_messages = round(n_windows * n_messages)
     polling = min(1.0, costs.polling * max(1.0, ranks / costs.cores))
-    return Exchange(link_s, cpu_s, latency_s, fill_s, start_s, sent_messages, polling)
+    return AllReduceTimes(link_s, cpu_s, latency_s, fill_s, start_s, sent_messages, polling)
 
 
 def step(
     compute_s: float,
-    exchange: Exchange,
+    exchange: AllReduceTimes,
     *,
     overlap: float = 2 / 3,
     last: float = 0.0,
