@@ -424,7 +424,7 @@ class Compare(Call["list[Header]"]):
     text: str = ""
     needs_all: bool = True
 
-    kind = "compare"
+    kind = "agree"
     JOINED: ClassVar[int] = -1
 
     @property
@@ -435,7 +435,7 @@ class Compare(Call["list[Header]"]):
         return self.label, self.text
 
     def describe(self, part: Part) -> str:
-        return self.text
+        return self.text or self.label
 
     def count(self, part: Part) -> int:
         return part.number
@@ -453,7 +453,7 @@ class Compare(Call["list[Header]"]):
     def part_that_changes_nothing(
         self, group: Group, specs: Sequence[ArraySpec], asynchronous: bool, own: dict[str, Any]
     ) -> Part:
-        return Part(number=self.JOINED)
+        return Part(number=self.JOINED, weight=0.0)
 
 
 @dataclass(frozen=True)
@@ -488,7 +488,13 @@ class BroadcastBytes(Call[memoryview]):
 
 @dataclass(frozen=True)
 class AllGatherBytes(Call[list[bytes]]):
-    """Gather every rank's data, in rank order, on every rank."""
+    """Gather every rank's data, in rank order, on every rank.
+
+    Attributes:
+        needs_all: Whether it is refused while ranks wait in join(); else these have no data.
+    """
+
+    needs_all: bool = True
 
     kind = "allgather_object"
 
@@ -501,6 +507,11 @@ class AllGatherBytes(Call[list[bytes]]):
         sizes = [header.count for header in headers]
         everyone = exchange_bytes(transport, part.data, sizes, part.label)
         return lambda: everyone
+
+    def participation(self, part: Part, ranks: Sequence[int], joined: Sequence[int]) -> StandIn:
+        if self.needs_all:
+            return super().participation(part, ranks, joined)
+        return self.stand_in(part, joined)
 
 
 def rows_and_row(rows: Memory) -> tuple[int, str]:

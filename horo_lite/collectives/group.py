@@ -7,7 +7,8 @@ import pickle
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, TypeVar
 from weakref import WeakSet
 
@@ -366,6 +367,12 @@ class Group:
         """The name of the transport that carries arrays: a GPU's, once one is connected."""
         found = self._streams[0].found if self._streams is not None else None
         return self.transport.name if found is None else found.name
+
+    @contextmanager
+    def uninterrupted(self) -> Iterator[None]:
+        """Let the blocking calls of other threads wait, for several calls in a row."""
+        with self._lock:
+            yield
 
     # How direct calls run.
 

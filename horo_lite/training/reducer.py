@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import pickle
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from weakref import WeakKeyDictionary
 
 from horo_lite.collectives.arrays import HOST, gpu_of
+from horo_lite.collectives.calls import AllGatherBytes, Compare, Part
 from horo_lite.collectives.compression import Compression, Compressor, OwnCompressor
 from horo_lite.collectives.handle import Handle
 from horo_lite.collectives.reductions import Adasum, AnyOp, Average, checked_weight
@@ -35,18 +37,10 @@ from horo_lite.training.plan import (
     merge,
     who_has,
 )
-from horo_lite.transports.agreement import (
-    Report,
-    exchange_reports,
-    exchange_texts,
-    explain,
-    not_joined,
-)
 
 if TYPE_CHECKING:
     from horo_lite.adapters import Adapter
     from horo_lite.collectives.group import Group
-    from horo_lite.transports import Transport
     from horo_lite.transports.shm import SharedMemory
 
 
@@ -81,12 +75,27 @@ class Offer(NamedTuple):
     failure: str  # why this rank cannot take part
 
     @property
-    def digest(self) -> int:
+    def number(self) -> int:
+        """The number of buckets that have left, and above it a hash of all the rest."""
         agreed = 0 if self.agreed is None else self.agreed.digest
-        return hash63(
+        rest = hash63(
             f"{self.step} {self.attempt} {agreed} {self.plan.digest} {self.note} {self.finding} "
             f"{shown(self.rates)} {self.failure}"
         )
+        return rest // _MOST_BUCKETS * _MOST_BUCKETS + min(self.n_begun, _MOST_BUCKETS - 1)
+
+
+_MOST_BUCKETS = 1 << 16
+
+
+@dataclass(frozen=True)
+class _Agreement(Compare):
+    """Find out whether the ranks' offers are alike: by the numbers, since they may differ."""
+
+    needs_all: bool = False
+
+    def contract(self, part: Part) -> object:
+        return "an optimizer's step"
 
 
 class Common(NamedTuple):
@@ -576,40 +585,32 @@ class Reducer:
         )
 
     def _agree(self, mine: Offer) -> Common:
-        weight = 1.0 if self._step.weight is None else self._step.weight
-        common, total_weight = self.group.direct(
-            lambda transport: self._meet(transport, mine, weight)
-        )
-        if total_weight <= 0:
+        part = Part(weight=self._step.weight, number=mine.number)
+        with self.group.uninterrupted():
+            headers = self.group.run(_Agreement(self._label), part)
+            common = self._common(mine, [header.count for header in headers])
+        if sum(header.weight for header in headers) <= 0:
             self._begin_attempt(self._attempt + 1)
             raise ValueError("every rank passed weight 0 in this step: at least one needs samples")
         return common
 
-    def _meet(self, transport: Transport, mine: Offer, weight: float) -> tuple[Common, float]:
-        recorder.operation(self._label, "agree")
-        headers = transport.agree(mine.digest, count=mine.n_begun, weight=weight, label=self._label)
-        recorder.begin()
-        here = not_joined(headers)
-        all_are_here = len(here) == len(headers)
-        if len({headers[r].digest for r in here}) == 1:
-            notes = dict.fromkeys(transport.ranks, mine.note)
-            findings = {transport.ranks[r]: mine.finding for r in here}
-            n_begun = max(headers[r].count for r in here)
-            common = Common(mine.plan, n_begun, notes, findings, all_are_here)
-            if not all_are_here:
-                # Ranks that have joined take part in the exchange, but not in this.
-                exchange_texts(transport, "")
-        else:
-            common = self._settle(mine, here)._replace(all_are_here=all_are_here)
-        return common, sum(header.weight for header in headers)
+    def _common(self, mine: Offer, numbers: Sequence[int]) -> Common:
+        """Return what the ranks have agreed on, after exchanging their offers if these differ."""
+        here = [r for r, number in enumerate(numbers) if number != Compare.JOINED]
+        all_are_here = len(here) == len(numbers)
+        if len({numbers[r] // _MOST_BUCKETS for r in here}) > 1:
+            return self._settle(mine, here)._replace(all_are_here=all_are_here)
+        ranks = self.group.transport.ranks
+        findings = {ranks[r]: mine.finding for r in here}
+        n_begun = max(numbers[r] % _MOST_BUCKETS for r in here)
+        return Common(mine.plan, n_begun, dict.fromkeys(ranks, mine.note), findings, all_are_here)
 
     def _settle(self, mine: Offer, here: Sequence[int]) -> Common:
         """Agree with the other ranks `here`, whose plans differ, if that is possible."""
-        everyone = exchange_reports(self.group.transport, Report(self._label, mine))
-        reports, ranks = [everyone[r] for r in here], [self.group.transport.ranks[r] for r in here]
-        offers: list[Offer] = [report.data for report in reports]
-        if not all(isinstance(offer, Offer) for offer in offers):  # peers are in another call
-            raise MismatchError(explain(self._label, [report.text for report in reports], ranks))
+        call = AllGatherBytes("plans of gradients", needs_all=False)
+        everyone = self.group.run(call, Part(data=pickle.dumps(mine)))
+        offers: list[Offer] = [pickle.loads(everyone[r]) for r in here]
+        ranks = [self.group.transport.ranks[r] for r in here]
         n_begun = max(offer.n_begun for offer in offers)
         attempts = [offer.attempt for offer in offers]
         try:
@@ -654,14 +655,11 @@ class Reducer:
 
     def _join_attempts(self, attempts: Sequence[int], here: Sequence[int]) -> None:
         """Continue with one attempt, from its beginning; MismatchError if gradients were mixed."""
-        transport = self.group.transport
-        is_changed = self._withdraw()
-        what = self._what
-        headers = transport.agree(hash63(what), count=int(is_changed), label=what)
-        if len(here) < len(headers):
-            exchange_texts(transport, "")
-        ranks = [transport.ranks[r] for r in here]
-        mixed = [transport.ranks[r] for r in here if headers[r].count]
+        part, what = Part(number=int(self._withdraw())), self._what
+        headers = self.group.run(Compare(what, needs_all=False), part)
+        world_ranks = self.group.transport.ranks
+        ranks = [world_ranks[r] for r in here]
+        mixed = [world_ranks[r] for r in here if headers[r].count]
         if mixed:
             who = who_has([_which_try(attempt) for attempt in attempts], ranks)
             so = who_has(["gradients that were averaged with abandoned ones"] * len(mixed), mixed)
