@@ -106,7 +106,6 @@ class GradientExchange:
         self.patched_step: Any = None
         self._is_skipping = False
         self._is_stepping = False
-        self._is_in_step = False  # step() exchanges gradients that no backward() has
 
         self._of_id: dict[int, Slot] = {}
         self._finalizer = weakref.finalize(self, _release, self._of_id)
@@ -262,6 +261,11 @@ class GradientExchange:
         return [number.get(id(slot.parameter), -1) for slot in self.slots]
 
     @property
+    def takes_part(self) -> bool:
+        """Whether there are other ranks, and this is not a forked child of one."""
+        return self.active and os.getpid() == self._pid
+
+    @property
     def passes(self) -> int:
         return self.options.backward_passes_per_step
 
@@ -274,8 +278,6 @@ class GradientExchange:
 
     def touch(self, slot: Slot) -> None:
         """Handle an addition to the gradient by a pass."""
-        if not self.active:  # no longer
-            return
         with self._lock:
             task = graph_task()
             if task not in self._pass.tasks and not self.enter(task):
@@ -337,8 +339,8 @@ class GradientExchange:
         """Request notification of the graph task's end; return False if nothing is exchanged."""
         if task in self._pass.tasks:
             return True
-        if os.getpid() != self._pid:
-            return False  # do not exchange in a forked child's backward()
+        if not self.takes_part:
+            return False
         self._mend()
         self._use_weight()
         self._pass.tasks.add(task)
@@ -367,8 +369,6 @@ class GradientExchange:
 
     def set_weight(self, weight: float) -> None:
         weight = checked_weight(weight, self.op)
-        if not self.active:
-            return
         with self._lock:
             self._mend()
             if self._pass.tasks or not self._step.is_due:
@@ -402,8 +402,6 @@ class GradientExchange:
         If it `keeps_pending` ones, those that passes have touched since the last exchange take part
         in the next one.
         """
-        if not self.active:
-            return
         with self._lock:
             self._mend()
             self._step = Step(self._step.weight, self._step.weight_is_used)
@@ -414,15 +412,15 @@ class GradientExchange:
                     slot.begin()
                 slot.restore_hook()
 
-    def flush(self) -> None:
+    def flush(self, in_step: bool = False) -> None:
         """Exchange the gradients that no backward() has exchanged, if there are any."""
-        if not self.active or os.getpid() != self._pid:
+        if not self.takes_part:
             return
         with self._lock:
             self._mend()
             # A rank whose passes touched nothing joins the other ranks' exchange here.
             if self._is_left() or self._step.is_due:
-                self.exchange()
+                self.exchange(in_step)
 
     def _is_left(self) -> bool:
         """Return whether there are gradients that no backward() has exchanged."""
@@ -460,11 +458,7 @@ class GradientExchange:
 
     def _flush_in_step(self) -> None:
         """Exchange what is left; raise RuntimeError if this rank has changed averages."""
-        self._is_in_step = True
-        try:
-            self.flush()
-        finally:
-            self._is_in_step = False
+        self.flush(in_step=True)
         for slot, gradient, version in self._step.exchanged:
             if slot.parameter.grad is not gradient or gradient._version != version:
                 raise RuntimeError(
@@ -476,7 +470,7 @@ class GradientExchange:
 
     def check_scaling(self, is_fused: bool) -> None:
         """Raise if GradScaler, or a fused step, would check gradients of this rank only for inf."""
-        if not self.active or os.getpid() != self._pid or self._is_skipping:
+        if self._is_skipping or not self.takes_part:
             return
         is_left = self._is_left()
         if not is_left:
@@ -574,7 +568,7 @@ class GradientExchange:
         if self._unhooked:
             self.look_at_parameters(with_gradients=True)
 
-    def exchange(self) -> None:
+    def exchange(self, in_step: bool = False) -> None:
         reducer = self.reducer
         touched = [slot for slot in self.slots if slot.touched]
         if self.options.sparse_as_dense:
@@ -582,7 +576,7 @@ class GradientExchange:
                 self._densify(slot)
         own = [s for s in touched if s.sparse_dim or is_sparse(s.parameter.grad)]
         dense = {slot.index for slot in touched} - {slot.index for slot in own}
-        note = Note(self._is_in_step, shown(self._rates()), sparse.note(own))
+        note = Note(in_step, shown(self._rates()), sparse.note(own))
         n_ready = reducer.n_ready
         changed = [slot for slot in touched if slot.has_changed(n_ready[slot.index] > 0)]
         for slot in changed:
@@ -629,9 +623,15 @@ class GradientExchange:
             for i, (sparse_dim, _) in sparse.found_in(rows.values()).items():
                 if i not in dense:
                     self._make_sparse(self.slots[i], sparse_dim, self.slots[i] in by_hand)
-        in_step = [rank for rank, note in notes.items() if note.in_step]
-        if in_step and len(in_step) < len(notes):
-            self._note_ranks_in_step(in_step)
+        late = [rank for rank, note in notes.items() if note.in_step]
+        if late and len(late) < len(notes):
+            self._step.in_step, self._step.is_late = late, in_step
+            if not in_step:
+                self._step.exchanged = [
+                    (slot, gradient, gradient._version)
+                    for slot in self.slots
+                    if slot.exchanged and (gradient := slot.parameter.grad) is not None
+                ]
         if changed:  # not raised earlier, since other ranks wait for this exchange
             raise RuntimeError(
                 f"the gradient of {changed[0].name!r} was changed during backward() after it was "
@@ -639,17 +639,6 @@ class GradientExchange:
                 "changes it before creating the DistributedOptimizer, as Tensor.register_hook, or "
                 "change gradients after backward()"
             )
-
-    def _note_ranks_in_step(self, ranks: list[int]) -> None:
-        """Record the ranks that received in step() what the others exchanged in backward()."""
-        self._step.in_step = ranks
-        self._step.is_late = self._is_in_step
-        if not self._step.is_late:
-            self._step.exchanged = [
-                (slot, gradient, gradient._version)
-                for slot in self.slots
-                if slot.exchanged and (gradient := slot.parameter.grad) is not None
-            ]
 
     def _make_homes(self) -> None:
         """Allocate memory for every gradient that other ranks will be able to access."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -35,7 +34,7 @@ class LocalSteps(GradientExchange):
     def _add_hooks(self) -> None:
         """Add no hooks: backward() sends nothing."""
 
-    def flush(self) -> None:
+    def flush(self, in_step: bool = False) -> None:
         """Do nothing: gradients are not exchanged."""
 
     def check_scaling(self, is_fused: bool) -> None:
@@ -63,7 +62,7 @@ class LocalSteps(GradientExchange):
         """Combine all ranks' steps in the parameters; return this rank's result of `step`."""
         if weight is not None:
             self.set_weight(weight)  # raises, and says why
-        if not self.active or os.getpid() != self._pid:
+        if not self.takes_part:
             return step(*args, **kwargs)
         self.look_at_parameters()
         start = {
