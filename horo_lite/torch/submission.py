@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from horo_lite import _native, arguments, ops
+from horo_lite import arguments, ops
 from horo_lite.adapters import changed
-from horo_lite.adapters.object import NO_ORDER
 from horo_lite.collectives import arithmetic
 from horo_lite.collectives.adasum import check_size
 from horo_lite.collectives.calls import Part
@@ -124,13 +123,17 @@ def submit_reduction(
         elif not (in_place and _is_plain(source)):
             x = _copy(source)
         work.append(x)
-    _check_reducible(work, op, prescale_factor, postscale_factor)
+    with _value_errors():
+        memory = group.memory(work, asynchronous=True)
+        before = arguments.factor("prescale_factor", prescale_factor)
+        after = arguments.factor("postscale_factor", postscale_factor)
+        arithmetic.check(memory.tensors, op.value, before, after)
     name = name_of(group, kind, name)
     with submitting(group, kind, name):
         call = (ReduceScatter if scatters else AllReduce)(
             name, op, wire, prescale_factor, postscale_factor
         )
-        part = group.submit(call, Part(group.memory(work, asynchronous=True)), lambda _: work)
+        part = group.submit(call, Part(memory), lambda _: work)
 
     def finish(_: list[Any]) -> Any:
         results = restored(work)
@@ -240,16 +243,6 @@ def refuse_opaque(tensor: Tensor, which: str = "") -> None:
 
 def _has_tangent(tensor: Tensor) -> bool:
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
-
-
-def _check_reducible(
-    tensors: Sequence[Tensor], op: AnyOp, prescale: float, postscale: float
-) -> None:
-    with _value_errors():
-        native = _native.Tensors(tensors, stream=NO_ORDER)
-        before = arguments.factor("prescale_factor", prescale)
-        after = arguments.factor("postscale_factor", postscale)
-        arithmetic.check(native, op.value, before, after)
 
 
 def none_instead_of(compression: Compressor, group: Group) -> Compressor:
