@@ -41,7 +41,7 @@ def test_keras_trains_as_one_process_would(size: int) -> None:
 @pytest.mark.parametrize("size", [2, 3])
 def test_tf_keras_trains_as_one_process_would(size: int) -> None:
     """Keras 2, for which most scripts with Horovod are written."""
-    checks = FOLDER / "tf_keras_checks.py"
+    checks = FOLDER / "keras_checks.py"
     env = {**QUIET, "TF_USE_LEGACY_KERAS": "1"}
     result = run_ranks(checks, size, env=env, timeout_s=LIMIT_S).check()
     assert result.stdout.count(f"tf_keras on {size}: check_") == 9, result
