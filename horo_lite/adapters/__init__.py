@@ -99,7 +99,8 @@ def adapter_of(obj: object) -> Adapter:
     for adapter in reversed(_registered):
         if adapter.matches(obj):
             return adapter
-    if (known := _of_arrays.get(type(obj))) is not None:
+    known = _of_arrays.get(type(obj))  # TensorFlow cannot convert an assignment expression
+    if known is not None:
         return known
     for name in _BUILT_IN:
         if name in sys.modules:

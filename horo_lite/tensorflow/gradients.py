@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Sequence
 from importlib import import_module
@@ -15,8 +14,7 @@ from horo_lite import ops
 from horo_lite.adapters.tensorflow import array_of
 from horo_lite.collectives.compression import Compression
 from horo_lite.collectives.group import Group
-from horo_lite.collectives.reductions import Adasum, AnyOp, Average, Sum
-from horo_lite.errors import MismatchError
+from horo_lite.collectives.reductions import AnyOp, Average
 from horo_lite.horovod.gradients import GradientAverager, options_of
 from horo_lite.horovod.process_sets import Set, global_process_set, ranks_given, root_given
 from horo_lite.tensorflow.errors import raised_as_tensorflows
@@ -28,7 +26,7 @@ from horo_lite.tensorflow.operations import (
     in_python,
     ranks_of,
 )
-from horo_lite.training import transform
+from horo_lite.training import sparse_rows, transform
 from horo_lite.training.options import Options
 
 
@@ -58,16 +56,8 @@ class Transform(transform.Transform):
         results = list(gradients)
         if self._sparse_as_dense:
             results = [tf.convert_to_tensor(g) if _is_sparse(g) else g for g in results]
-        op: Any = self.options.op
-        if op is Average:
+        if self.options.op is Average:
             results = [_that_can_be_divided(g) for g in results]
-        if op is Adasum:
-            for name, gradient in zip(names, results, strict=True):
-                if _is_sparse(gradient):
-                    raise ValueError(
-                        f"the gradient of {name!r} is IndexedSlices, but op=hvd.Adasum combines "
-                        "only dense tensors: use sparse_as_dense=True"
-                    )
         if tf.executing_eagerly():
             with raised_as_tensorflows():
                 averages = self._averages(names, [_in_numpy(g) for g in results], weight)
@@ -113,59 +103,33 @@ class Transform(transform.Transform):
         """Return the averages of these gradients, all as NumPy arrays."""
         weight = None if weight is None else float(weight)
         dense = [None if isinstance(g, _Rows) else g for g in gradients]
-        # Tells ranks without rows of an embedding's gradient that others have some.
-        self._note = json.dumps(
+        self._note = sparse_rows.note(
             {i: _layout(g) for i, g in enumerate(gradients) if isinstance(g, _Rows)}
         )
         results = super().__call__(names, dense, weight)
-        layouts: dict[int, Any] = {}
-        for note in filter(None, self._notes.values()):
-            for i, layout in json.loads(note).items():
-                known = layouts.setdefault(int(i), layout)
-                if not all(a == b or None in (a, b) for a, b in zip(known, layout, strict=True)):
-                    raise MismatchError(
-                        f"the gradient of {names[int(i)]!r} is IndexedSlices of different tensors: "
-                        f"{_in_words(*known)} on some ranks and {_in_words(*layout)} on others"
-                    )
-        divisor = self._divisor(weight) if layouts else 1.0
-        for i, (values_dtype, row, indices_dtype, shape) in sorted(layouts.items()):
-            if results[i] is not None:
-                raise MismatchError(
-                    f"the gradient of {names[i]!r} is a dense tensor on some ranks and "
-                    "IndexedSlices on others: use sparse_as_dense=True"
-                )
-            mine = gradients[i]
-            if mine is None:
-                mine = _Rows(
-                    np.empty((0, *row), values_dtype),
-                    np.empty(0, indices_dtype),
-                    None if shape is None else np.array(shape, np.int64),
-                )
-            assert isinstance(mine, _Rows)
-            n_rows = 0 if divisor == math.inf else len(mine.values)
-            values = mine.values[:n_rows]
-            if divisor != 1:
-                wide, dtype = dtypes_of_scaled_rows(values.dtype)
-                values = (values.astype(wide) / divisor).astype(dtype)
-            results[i] = _Rows(
-                ops.allgather(values, name=f"{names[i]}, values", group=self.options.ranks),
-                ops.allgather(
-                    mine.indices[:n_rows], name=f"{names[i]}, indices", group=self.options.ranks
-                ),
-                mine.dense_shape,
-            )
-        return results
 
-    def _divisor(self, weight: float | None) -> float:
-        """Return what this rank's rows are divided by: infinity if they do not count."""
-        if self.options.op is not Average:
-            return 1.0
-        if weight is None:
-            return self.options.ranks.size
-        total = float(
-            ops.allreduce(weight, Sum, name="weights of sparse rows", group=self.options.ranks)
-        )
-        return total / weight if weight else math.inf
+        def rows(i: int, layout: sparse_rows.Layout, divisor: float) -> tuple[Array, Array]:
+            values_dtype, row, indices_dtype, _ = layout
+            mine = gradients[i]
+            if not isinstance(mine, _Rows) or divisor == math.inf:
+                return np.empty(0, indices_dtype), np.empty((0, *row), values_dtype)
+            if divisor == 1:
+                return mine.indices, mine.values
+            wide, dtype = dtypes_of_scaled_rows(mine.values.dtype)
+            return mine.indices, (mine.values.astype(wide) / divisor).astype(dtype)
+
+        options = self.options
+        is_dense = [result is not None for result in results]
+        how = names.__getitem__, is_dense.__getitem__, rows, options.ranks, options.op, weight
+        found = sparse_rows.found_in(self._notes.values())
+        for i, indices, values in sparse_rows.exchange(self._notes, *how):
+            mine, shape = gradients[i], found[i][-1]
+            if isinstance(mine, _Rows):
+                known = mine.dense_shape
+            else:
+                known = None if shape is None else np.array(shape, np.int64)
+            results[i] = _Rows(values, indices, known)
+        return results
 
 
 class DistributedGradientTape:
@@ -520,11 +484,6 @@ def _layout(rows: _Rows) -> tuple[str, list[int], str, list[int] | None]:
     """Describe such rows, for a rank that has none."""
     shape = None if rows.dense_shape is None else [int(n) for n in rows.dense_shape]
     return rows.values.dtype.name, list(rows.values.shape[1:]), rows.indices.dtype.name, shape
-
-
-def _in_words(values_dtype: str, row: list[int], indices_dtype: str, shape: Any) -> str:
-    whole = "" if shape is None else f" of a tensor of shape {shape}"
-    return f"{values_dtype} rows of shape {row}{whole}, with {indices_dtype} indices"
 
 
 def _name(variable: Any, i: int) -> str:
