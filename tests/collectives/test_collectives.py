@@ -143,16 +143,15 @@ WORLDS = [
     pytest.param(2, "", "shm", marks=pytest.mark.quick),
     pytest.param(3, "", "shm", marks=pytest.mark.quick),
     (4, "", "shm"),
-    pytest.param(2, "1,1", "mpi", marks=pytest.mark.quick),
-    (3, "1,1,1", "mpi"),
-    pytest.param(3, "2,1", "mpi", marks=pytest.mark.quick),
-    (4, "2,2", "mpi"),
-    (4, "1,3", "mpi"),
+    pytest.param(2, "1,1", "mpi", marks=[pytest.mark.quick, pytest.mark.mpi]),
+    pytest.param(3, "1,1,1", "mpi", marks=pytest.mark.mpi),
+    pytest.param(3, "2,1", "mpi", marks=[pytest.mark.quick, pytest.mark.mpi]),
+    pytest.param(4, "2,2", "mpi", marks=pytest.mark.mpi),
+    pytest.param(4, "1,3", "mpi", marks=pytest.mark.mpi),
 ]
 
 
 @pytest.mark.served
-@pytest.mark.mpi
 @pytest.mark.parametrize(("ranks", "hosts", "transport"), WORLDS)
 def test_processes(ranks: int, hosts: str, transport: str) -> None:
     env = {"HORO_LITE_OVERLAP": "always"}  # some checks look at what is sent early

@@ -18,7 +18,12 @@ from worlds import on_ranks
 
 import horo_lite as hvd
 
-OVER = [(2, ""), (2, "1,1"), (3, "2,1")]
+ACROSS = pytest.param("1,1", marks=pytest.mark.mpi)
+OVER = [
+    (2, ""),
+    pytest.param(2, "1,1", marks=pytest.mark.mpi),
+    pytest.param(3, "2,1", marks=pytest.mark.mpi),
+]
 
 
 def init() -> tuple[int, int]:
@@ -65,11 +70,12 @@ def allocate_too_much() -> None:
 
 
 @pytest.mark.served
-@pytest.mark.mpi
 @pytest.mark.parametrize(("ranks", "hosts"), OVER)
 def test_a_result_that_does_not_fit_is_an_error_on_every_rank(ranks: int, hosts: str) -> None:
     """Nothing is sent, all name the rank and the size, and the ranks remain in step."""
-    on_ranks(allocate_too_much, ranks, hosts=hosts)
+    # What earlier tests have freed must not serve a large allocation.
+    unmapped_at_once = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+    on_ranks(allocate_too_much, ranks, hosts=hosts, job_env=unmapped_at_once)
 
 
 def fails(*_: object, **__: object) -> None:
@@ -108,7 +114,6 @@ def fail_in_operations() -> None:
 
 
 @pytest.mark.served
-@pytest.mark.mpi
 @pytest.mark.parametrize(("ranks", "hosts"), OVER)
 def test_a_rank_that_fails_alone_in_an_operation_gives_up_the_group(ranks: int, hosts: str) -> None:
     """For every operation: no rank hangs, mixes operations, or misses the reason."""
@@ -125,8 +130,7 @@ def give_long_reasons() -> None:
 
 
 @pytest.mark.served
-@pytest.mark.mpi
-@pytest.mark.parametrize("hosts", ["", "1,1"])
+@pytest.mark.parametrize("hosts", ["", ACROSS])
 def test_a_reason_is_cut_between_characters(hosts: str) -> None:
     """Whatever the length of the text before the cut."""
     on_ranks(give_long_reasons, 2, hosts=hosts)
@@ -156,8 +160,7 @@ def interrupt_rank_1(raised: Path) -> None:
 
 
 @pytest.mark.served
-@pytest.mark.mpi
-@pytest.mark.parametrize("hosts", ["", "1,1"])
+@pytest.mark.parametrize("hosts", ["", ACROSS])
 def test_what_interrupts_an_operation_is_told_to_the_others(hosts: str, tmp_path: Path) -> None:
     on_ranks(interrupt_rank_1, 2, tmp_path / "raised", hosts=hosts)
 

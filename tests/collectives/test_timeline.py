@@ -19,8 +19,6 @@ from horo_lite.recording import recorder, timeline
 from horo_lite.start import clocks
 from horo_lite.transports.interface import Header
 
-pytestmark = pytest.mark.mpi
-
 PHASES = ("pack", "wait", "reduce", "unpack")
 HOSTS = pytest.mark.parametrize("hosts", ["2", "1,1"])
 
@@ -121,6 +119,7 @@ def check_pairs(events: list[dict[str, Any]], rank: int) -> dict[str, dict[str, 
     return done
 
 
+@pytest.mark.mpi
 @HOSTS
 def test_every_kind_of_operation_is_in_it(hosts: str, tmp_path: Path) -> None:
     path = tmp_path / "trace-{rank}.json"
@@ -190,6 +189,7 @@ hvd.barrier()
 """
 
 
+@pytest.mark.mpi
 @pytest.mark.parametrize("who", ["one", "all"])
 def test_ranks_share_a_file_that_has_also_those_that_were_killed(who: str, tmp_path: Path) -> None:
     path, script = tmp_path / "trace.json", tmp_path / "killed.py"
@@ -259,6 +259,7 @@ for turn in range(3):
 """
 
 
+@pytest.mark.launches
 def test_a_trace_is_complete_after_ranks_that_could_not_write_all(tmp_path: Path) -> None:
     """One has no room on the disk, and another is killed while it writes."""
     path = tmp_path / "trace.json"

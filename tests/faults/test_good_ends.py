@@ -11,14 +11,22 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from launch import PATIENCE, run_ranks, start_ranks
 from runner import ALLREDUCE, ASYNCHRONOUS, end_of, named_segments
 from without_mpi import started
+from worlds import on_ranks
 
-pytestmark = [pytest.mark.mpi, pytest.mark.two_at_a_time]
+import horo_lite as hvd
+
+pytestmark = pytest.mark.launches
+# One row for each mechanism in which the MPI library or its launcher takes part.
+UNDER_BOTH = pytest.mark.mpi
+
 
 OVER = {"shm": "", "mixed": "2,1"}
 PRELUDE = """\
@@ -73,7 +81,9 @@ print("up", flush=True)
 """
 
 
-@pytest.mark.parametrize("where", STOPS)
+@pytest.mark.parametrize(
+    "where", [pytest.param(where, marks=[UNDER_BOTH] * (where == "MPI is up")) for where in STOPS]
+)
 def test_sigkill_during_init_leaves_nothing(where: str, tmp_path: Path) -> None:
     before = named_segments()
     env = {"TMPDIR": str(tmp_path)}
@@ -102,6 +112,7 @@ def opened(pid: int) -> list[str]:
     return files + process.joinpath("maps").read_text().splitlines()
 
 
+@UNDER_BOTH
 def test_nothing_is_left_behind() -> None:
     """No name in /dev/shm during or after the job, and no descriptor kept open.
 
@@ -131,6 +142,7 @@ def test_nothing_is_left_behind() -> None:
     assert named_segments() <= before
 
 
+@UNDER_BOTH
 def test_a_container_has_64_mib_of_dev_shm() -> None:
     """It is enough for 4 ranks that reduce much more than that."""
     mount = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && df -m /dev/shm >&2 && exec "$@"'
@@ -153,7 +165,7 @@ def test_a_container_has_64_mib_of_dev_shm() -> None:
 # --- clean ends -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("over", ["shm", "mixed"])
+@pytest.mark.parametrize("over", ["shm", pytest.param("mixed", marks=UNDER_BOTH)])
 def test_a_clean_exit_with_work_in_flight(over: str) -> None:
     """Operations submitted by all ranks are completed, without any message."""
     body = """
@@ -200,6 +212,7 @@ def test_a_job_whose_standard_files_are_closed(hosts: str, tmp_path: Path) -> No
     assert [tmp_path.joinpath(rank).read_text() for rank in "01"] == ["5.0 of 10.0"] * 2
 
 
+@UNDER_BOTH
 def test_no_thread_is_left_after_shutdown() -> None:
     body = """\
 import os, time
@@ -226,6 +239,7 @@ print("clean", flush=True)
         assert result.stdout.count("clean") == 2
 
 
+@UNDER_BOTH
 def test_the_world_can_be_made_again() -> None:
     body = """
     import atexit
@@ -251,6 +265,7 @@ def test_the_world_can_be_made_again() -> None:
         assert result.stdout.count("left at exit: True") == 3, str(result)
 
 
+@UNDER_BOTH
 def test_forked_children_are_no_ranks() -> None:
     """However a child ends, the job continues; calls that it must not make raise errors."""
     body = """
@@ -318,6 +333,7 @@ def test_forked_children_are_no_ranks() -> None:
         assert result.stderr.strip() == "", str(result)
 
 
+@UNDER_BOTH
 def test_no_rank_outlives_its_launcher(tmp_path: Path) -> None:
     """Whatever the rank does, and if a program between the two lives on until the rank has ended.
 
@@ -364,7 +380,7 @@ WAITING = {"allreduce": ALLREDUCE, "asynchronous": ASYNCHRONOUS}
 
 
 @pytest.mark.parametrize("waiting", WAITING)
-@pytest.mark.parametrize("hosts", ["", "1,1"])
+@pytest.mark.parametrize("hosts", ["", pytest.param("1,1", marks=UNDER_BOTH)])
 def test_ctrl_c_while_waiting(waiting: str, hosts: str) -> None:
     """KeyboardInterrupt is raised within 2 s, and the peer that was waited for is notified."""
     body = f"""
@@ -404,30 +420,32 @@ def test_ctrl_c_without_a_launcher() -> None:
     assert "abort" not in result.stderr.lower()
 
 
-@pytest.mark.parametrize("hosts", ["", "1,1"])
-def test_waiting_costs_no_cpu(hosts: str) -> None:
-    """2 s of waiting for a late rank cost under 0.1 s of CPU; here twice that is allowed."""
-    body = f"""
-    import resource
-    def cpu():
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        return used.ru_utime + used.ru_stime
-    for waiting in {list(WAITING.values())!r}:
+def costs_of_waiting() -> dict[str, tuple[float, float]]:
+    """Return the seconds that this rank waits for the other, and those of CPU, in each way."""
+    rank, x = hvd.init().rank, np.ones(1000)
+    waits: dict[str, Callable[[], object]] = {
+        "allreduce": lambda: hvd.allreduce(x),
+        "asynchronous": lambda: hvd.synchronize(hvd.allreduce_async(x)),
+    }
+    costs = {}
+    for name, wait in waits.items():
         hvd.barrier()
         if rank == 1:
             time.sleep(2)
-        before, began = cpu(), time.monotonic()
-        exec(waiting)
-        if rank == 0:
-            waited = time.monotonic() - began
-            print(f"<{{waited:.2f}} {{cpu() - before:.3f}} {{waiting}}>", flush=True)
-    """
-    result = run_ranks(script(body), 2, env={"HORO_LITE_TEST_HOSTS": hosts}).check()
-    costs = re.findall(r"<(\S+) (\S+) (.*)>", result.stdout)
-    assert len(costs) == len(WAITING)
-    for waited, cost, waiting in costs:
-        assert float(waited) > 1, f"{waiting} did not wait: {result}"
-        assert float(cost) < 0.1 * float(waited), f"{waiting} used {cost} s of CPU: {result}"
+        before, began = time.process_time(), time.monotonic()
+        wait()
+        costs[name] = time.monotonic() - began, time.process_time() - before
+    return costs
+
+
+@pytest.mark.served
+@pytest.mark.parametrize("hosts", ["", pytest.param("1,1", marks=UNDER_BOTH)])
+def test_waiting_costs_no_cpu(hosts: str) -> None:
+    """2 s of waiting for a late rank cost under 0.1 s of CPU; here twice that is allowed."""
+    costs, _ = on_ranks(costs_of_waiting, 2, hosts=hosts)
+    for waiting, (waited, cost) in costs.items():
+        assert waited > 1, f"{waiting} did not wait"
+        assert cost < 0.1 * waited, f"{waiting} used {cost} s of CPU in {waited} s"
 
 
 # --- the import -----------------------------------------------------------------------------------

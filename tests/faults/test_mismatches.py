@@ -12,9 +12,8 @@ LIMIT_S = PATIENCE * 3.0
 
 
 @pytest.mark.served
-@pytest.mark.mpi
 @pytest.mark.parametrize("table", TABLES)
-@pytest.mark.parametrize("hosts", ["", "2,1"])
+@pytest.mark.parametrize("hosts", ["", pytest.param("2,1", marks=pytest.mark.mpi)])
 def test_every_rank_is_told(table: str, hosts: str) -> None:
     if table == "torch":
         pytest.importorskip("torch")

@@ -15,7 +15,6 @@ from without_mpi import ended
 
 pytest.importorskip("torch")
 pytestmark = [
-    pytest.mark.two_at_a_time,
     pytest.mark.launches,
     pytest.mark.skipif(bool(unavailable()), reason=unavailable()),
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from launch import LaunchTimeoutError, start_ranks
 
-pytestmark = [pytest.mark.two_at_a_time, pytest.mark.launches, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.launches, pytest.mark.timeout(240)]
 
 
 def test_a_job_that_does_not_end_shows_where_its_ranks_are() -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 from launch import run_ranks
 
-pytestmark = [pytest.mark.two_at_a_time, pytest.mark.mpi]
-
 SCRIPT = """\
 import sys, threading, time
 import numpy as np
@@ -38,7 +36,8 @@ print("end", flush=True)
 """
 
 
-@pytest.mark.parametrize("hosts", ["", "1,1"])
+@pytest.mark.launches
+@pytest.mark.parametrize("hosts", ["", pytest.param("1,1", marks=pytest.mark.mpi)])
 @pytest.mark.parametrize("what", ["allreduce", "recv", "again"])
 def test_a_daemon_thread_that_waits_does_not_spoil_the_end(what: str, hosts: str) -> None:
     env = {"HORO_LITE_TEST_HOSTS": hosts}

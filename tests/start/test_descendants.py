@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from launch import run_ranks
 
-pytestmark = [pytest.mark.two_at_a_time, pytest.mark.mpi]
+pytestmark = pytest.mark.mpi
 
 SPAWNED = """
     import multiprocessing

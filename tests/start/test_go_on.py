@@ -11,11 +11,17 @@ import pytest
 from launch import mpi_name, run_ranks, start_ranks, that_leave_survivors
 from worlds import on_ranks
 
-pytestmark = pytest.mark.mpi
+pytestmark = pytest.mark.launches
+
+# One row for each mechanism in which the MPI library or its launcher takes part.
+UNDER_BOTH = pytest.mark.mpi
 
 
 @pytest.mark.served
-@pytest.mark.parametrize(("ranks", "hosts"), [(2, ""), (2, "1,1"), (3, "2,1")])
+@pytest.mark.parametrize(
+    ("ranks", "hosts"),
+    [(2, ""), pytest.param(2, "1,1", marks=UNDER_BOTH), pytest.param(3, "2,1", marks=UNDER_BOTH)],
+)
 @pytest.mark.parametrize("which", ["numpy", "torch"])
 def test_training_goes_on_after_an_interrupt(which: str, ranks: int, hosts: str) -> None:
     if which == "torch":
@@ -23,7 +29,7 @@ def test_training_goes_on_after_an_interrupt(which: str, ranks: int, hosts: str)
     on_ranks(go_on_ranks.train, ranks, which, hosts=hosts, timeout_s=90)
 
 
-@pytest.mark.parametrize("hosts", ["", "1,1,1"])
+@pytest.mark.parametrize("hosts", ["", pytest.param("1,1,1", marks=UNDER_BOTH)])
 def test_an_interrupt_in_a_second_init_ends_the_job(hosts: str) -> None:
     """Rank 1 also waits in init(), and rank 2 for a message from outside, which never comes."""
     script = """\
@@ -48,7 +54,7 @@ hvd.init(device="cpu")
     assert "KeyboardInterrupt" in result.stderr, str(result)
 
 
-@pytest.mark.parametrize("hosts", ["", "1,1,1"])
+@pytest.mark.parametrize("hosts", ["", pytest.param("1,1,1", marks=UNDER_BOTH)])
 @pytest.mark.parametrize("end", ["hvd.shutdown(); sys.exit(3)", "sys.exit(0)", "1 / 0"])
 def test_a_rank_that_ends_is_missed_in_a_second_init(end: str, hosts: str) -> None:
     script = f"""\
@@ -77,7 +83,7 @@ print("went on", flush=True)
         assert "missed" in result.stdout, str(result)
 
 
-@pytest.mark.parametrize("hosts", ["", "1,1,1"])
+@pytest.mark.parametrize("hosts", ["", pytest.param("1,1,1", marks=UNDER_BOTH)])
 @pytest.mark.parametrize("waits_in", ["MPI_Init", "first init()", "second init()"])
 def test_a_rank_that_is_late_in_init_is_reported(waits_in: str, hosts: str, tmp_path: Path) -> None:
     """Rank 2 comes after the others have reported that they wait."""
@@ -128,6 +134,7 @@ print("came", os.getpid() if rank == 2 else "", flush=True)
         assert "rank 1 has waited" not in result.stderr.partition("rank 0 has")[2], str(result)
 
 
+@UNDER_BOTH
 def test_a_rank_that_ends_before_init_is_named() -> None:
     """With exit code 0: launchers kill the others only after failures."""
     script = """
@@ -144,6 +151,7 @@ def test_a_rank_that_ends_before_init_is_named() -> None:
     assert "(stall_abort_s is 2)" in result.stderr, str(result)
 
 
+@UNDER_BOTH
 def test_of_several_jobs_on_a_host_only_the_own_ranks_count(tmp_path: Path) -> None:
     """A rank starts its own job, of which one rank never comes; both jobs have a rank 1."""
     inner = tmp_path / "inner.py"
@@ -170,7 +178,7 @@ hvd.init(device="cpu", stall_warn_s=0.5, stall_abort_s=2)
     assert result.stdout.startswith("1 "), str(result)
 
 
-@pytest.mark.parametrize("hosts", ["", "1,1,1"])
+@pytest.mark.parametrize("hosts", ["", pytest.param("1,1,1", marks=UNDER_BOTH)])
 @pytest.mark.parametrize("again", [False, True])
 def test_a_rank_that_never_comes_to_init_is_a_stall(again: bool, hosts: str) -> None:
     script = f"""\
@@ -192,6 +200,7 @@ hvd.init(device="cpu", stall_abort_s=0.5)
     assert "in init() for rank" in result.stderr, str(result)
 
 
+@UNDER_BOTH
 def test_a_rank_that_dies_is_missed_in_a_second_init() -> None:
     """Although its launcher ignores the death: the exit code is 0, or its options say so."""
     script = """\

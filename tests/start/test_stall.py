@@ -21,8 +21,6 @@ from horo_lite.settings import seconds
 from horo_lite.start import stall
 from horo_lite.transports.shm import ShmTransport
 
-pytestmark = pytest.mark.two_at_a_time
-
 HEADLINE = re.compile(r"^\[horo_lite\] stalled for .*$", re.MULTILINE)
 S = r"(\d+\.\d) s"
 
@@ -361,7 +359,7 @@ def reports(job: Job) -> list[str]:
     return [part for part in parts if HEADLINE.match(part)]
 
 
-@pytest.mark.mpi
+@pytest.mark.launches
 def test_where_the_late_rank_is() -> None:
     """Whatever the rank does, even if it cannot respond; the query does not disturb it."""
     env = {"HORO_LITE_STALL_WARN_S": "0.5"}
@@ -383,8 +381,9 @@ def test_where_the_late_rank_is() -> None:
     assert re.search(r"rank 1 \(pid (\d+) .*kill -CONT \1 resumes it", first), first
 
 
-@pytest.mark.mpi
-@pytest.mark.parametrize("hosts", ["", "1,2"])
+@pytest.mark.launches
+@pytest.mark.two_at_a_time
+@pytest.mark.parametrize("hosts", ["", pytest.param("1,2", marks=pytest.mark.mpi)])
 @pytest.mark.parametrize("waiting", ["direct", "asynchronous"])
 def test_a_stall_ends_the_job(hosts: str, waiting: str) -> None:
     """Even if the late rank is stopped, and cannot raise."""
@@ -420,7 +419,7 @@ print("came through", flush=True)
     assert re.search(r"rank [02] of 3 .*StallError: .*rank 1 did not arrive", result.stderr)
 
 
-@pytest.mark.mpi
+@pytest.mark.launches
 def test_a_rank_that_was_stopped_while_it_waited_is_late() -> None:
     """Its wait is over, but it cannot know that."""
     body = """
@@ -445,12 +444,12 @@ print("came through", flush=True)
     assert re.search(r"rank 1 \(pid (\d+) .*kill -CONT \1 resumes it", told), told
 
 
-@pytest.mark.mpi
+@pytest.mark.launches
 @pytest.mark.parametrize(
     ("waiting", "hosts"),
     [
         ("direct", ""),
-        ("direct", "1,1"),
+        pytest.param("direct", "1,1", marks=pytest.mark.mpi),
         ("asynchronous", ""),
         ("asynchronous", "1,1"),
         ("in a message", ""),
@@ -514,13 +513,13 @@ one() if rank == 0 else two()
     assert "StallError: nothing has moved for 3.0 s" in result.stderr
 
 
-@pytest.mark.mpi
+@pytest.mark.launches
 @pytest.mark.parametrize(
     ("hosts", "both_wait"),
     [
         ("", "ranks 0, 2 have waited"),
         ("1,2", "(on other hosts rank 0, too)"),
-        ("1,1,1", "(on other hosts rank 2, too)"),
+        pytest.param("1,1,1", "(on other hosts rank 2, too)", marks=pytest.mark.mpi),
     ],
 )
 def test_announcing_and_asking_who_was_late(hosts: str, both_wait: str) -> None:

@@ -18,14 +18,13 @@ from typing import Any
 import pytest
 from launch import PATIENCE, run_ranks
 from without_mpi import ended, free_port, started
+from worlds import on_ranks
 
 import horo_lite as hvd
 from horo_lite.settings import Settings
 from horo_lite.start.mpi import failing_together
 from horo_lite.start.rendezvous import Rendezvous
 from horo_lite.start.rendezvous_spec import RendezvousSpec, rendezvous_spec
-
-pytestmark = pytest.mark.two_at_a_time
 
 torch = pytest.importorskip("torch")
 
@@ -911,21 +910,20 @@ def test_srun_without_mpi(by_address: bool, tmp_path: Path) -> None:
     assert sorted(re.findall(r"rank (\d) is done", result.stdout)) == ["0", "1"], str(result)
 
 
-@pytest.mark.mpi
+def take_another_rank(address: str) -> list[int]:
+    world = hvd.init()
+    assert world.size == 2
+    number = world.rank
+    hvd.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ("RANK", 1 - number), ("SIZE", 2), ("ADDRESS", address):
+            patch.setenv(f"HORO_LITE_{name}", str(value))
+        hvd.init()
+        return hvd.allgather_object(number)
+
+
+@pytest.mark.served
 def test_what_counts_inside_mpiexec() -> None:
     """horo_lite's own variables and the arguments take precedence, but not an additional RANK."""
-    run_ranks(
-        f"""
-        import horo_lite as hvd, os
-        os.environ.update({STANDARD!r})
-        world = hvd.init()
-        assert world.size == 2
-        number = world.rank
-        hvd.shutdown()
-        mine = {{"RANK": str(1 - number), "SIZE": "2", "ADDRESS": "localhost:{free_port()}"}}
-        os.environ.update({{f"HORO_LITE_{{name}}": value for name, value in mine.items()}})
-        world = hvd.init()
-        assert hvd.allgather_object(number) == [1, 0]
-        """,
-        timeout_s=60,
-    ).check()
+    address = f"localhost:{free_port()}"
+    assert on_ranks(take_another_rank, 2, address, env=STANDARD) == [[1, 0]] * 2

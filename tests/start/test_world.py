@@ -227,7 +227,7 @@ def test_simulated_hosts_of_unequal_size() -> None:
     ]
 
 
-@pytest.mark.mpi
+@pytest.mark.launches
 def test_hosts_that_do_not_add_up_fail_on_every_rank() -> None:
     result = run_ranks(
         """
@@ -243,7 +243,7 @@ def test_hosts_that_do_not_add_up_fail_on_every_rank() -> None:
     assert said(result) == ["test_hosts [2, 1] have 3 ranks, but the world has 2"] * 2
 
 
-@pytest.mark.mpi
+@pytest.mark.launches
 @pytest.mark.parametrize(
     ("odd", "words"),
     [
@@ -308,7 +308,7 @@ def test_a_driver_that_is_too_old_leaves_the_gpus_alone() -> None:
     assert fine == "3 cuda:0"
 
 
-@pytest.mark.mpi
+@pytest.mark.launches
 def test_gpus_by_local_rank() -> None:
     result = run_ranks(
         """
@@ -355,7 +355,7 @@ def test_communicators_of_the_callers() -> None:
     assert said(result) == ["0 1 2 shm", "1 0 2 shm", "2 0 1 solo"]
 
 
-@pytest.mark.mpi
+@pytest.mark.launches
 @pytest.mark.skipif(mpi_name() != "openmpi", reason="Open MPI's components")
 def test_fabrics_are_left_out_on_one_host_unless_somebody_has_chosen(tmp_path: Path) -> None:
     """Open MPI's component for them makes every rank sleep for a second if there are none."""
@@ -494,14 +494,14 @@ assert "OMP_NUM_THREADS" not in os.environ and os.environ["MKL_NUM_THREADS"] == 
     result.check()
 
 
-@pytest.mark.mpi
+@pytest.mark.launches
 @pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "MKL_NUM_THREADS"])
 def test_who_has_chosen_threads_keeps_them(name: str) -> None:
     code = THREADS + f"assert threads() == before and os.environ['{name}'] == '2'"
     run_ranks(code, 2, env={name: "2"}).check()
 
 
-@pytest.mark.mpi
+@pytest.mark.launches
 def test_threads_can_be_given() -> None:
     code = THREADS + "assert set(threads()) == {3}; assert os.environ['OMP_NUM_THREADS'] == '3'"
     run_ranks(code, 2, env={"HORO_LITE_THREADS": "3"}).check()
@@ -514,7 +514,7 @@ def plain_mpiexec(code: str, *options: str, **env: str) -> str:
     return ran.stdout.strip()
 
 
-@pytest.mark.mpi
+@pytest.mark.launches
 def test_open_mpis_binding_is_left_unless_asked_for() -> None:
     if mpi_name() != "openmpi":
         pytest.skip("only Open MPI binds by default")
@@ -562,7 +562,7 @@ def test_the_traceback_is_headed_by_the_rank_and_comes_first(over: str) -> None:
     assert lines[end - 1] == "[rank 1] " + 100_000 * "x"
 
 
-@pytest.mark.mpi
+@pytest.mark.launches
 def test_an_earlier_excepthook_is_called() -> None:
     result = run_ranks(
         """
@@ -580,7 +580,7 @@ def test_an_earlier_excepthook_is_called() -> None:
     assert "[horo_lite] rank 1 of 2" in result.stderr
 
 
-@pytest.mark.mpi
+@pytest.mark.launches
 def test_after_shutdown_the_excepthook_is_what_it_was() -> None:
     run_ranks(
         """
@@ -598,27 +598,7 @@ def test_after_shutdown_the_excepthook_is_what_it_was() -> None:
     ).check()
 
 
-@pytest.mark.mpi
-def test_one_rank_whose_init_fails_ends_the_job() -> None:
-    result = run_ranks(
-        """
-        import horo_lite as hvd
-        import horo_lite.transports as transports
-        from mpi4py import MPI
-        if MPI.COMM_WORLD.rank == 1:
-            def connect(*_, **__):
-                raise OSError("no memory for this rank")
-            transports.connect = connect
-        hvd.init()
-        """,
-        2,
-    )
-    assert result.returncode != 0
-    assert "rank 1 of 2" in result.stderr
-    assert "no memory for this rank" in result.stderr
-
-
-@pytest.mark.mpi
+@pytest.mark.launches
 def test_a_childs_end_is_its_own() -> None:
     result = run_ranks(
         """
@@ -654,8 +634,8 @@ def test_names_are_exported() -> None:
 # --- threads and signals --------------------------------------------------------------------------
 
 
-@pytest.mark.mpi
-@pytest.mark.parametrize("hosts", ["", "1,1"])
+@pytest.mark.launches
+@pytest.mark.parametrize("hosts", ["", pytest.param("1,1", marks=pytest.mark.mpi)])
 def test_threads_that_call_init_and_shutdown_at_once_have_one_world_after_another(
     hosts: str,
 ) -> None:
@@ -697,8 +677,8 @@ def test_threads_that_call_init_and_shutdown_at_once_have_one_world_after_anothe
     assert result.check().stdout.count("one after another") == 2
 
 
-@pytest.mark.mpi
-@pytest.mark.parametrize("hosts", ["", "1,1"])
+@pytest.mark.launches
+@pytest.mark.parametrize("hosts", ["", pytest.param("1,1", marks=pytest.mark.mpi)])
 def test_a_signal_handlers_collective_is_refused_and_the_one_under_way_goes_on(hosts: str) -> None:
     """So is a finalizer's. Operations that they submit asynchronously are completed if possible."""
     result = run_ranks(
