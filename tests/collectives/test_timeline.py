@@ -200,9 +200,12 @@ def test_ranks_share_a_file_that_has_also_those_that_were_killed(who: str, tmp_p
     result = run_ranks(script, 2, args=[who], env=env, timeout_s=60)
     assert result.returncode != 0
     left = list(tmp_path.glob("*.operations"))
-    # MPICH's launcher kills the others before they can write anything.
+    files = {f"trace.json.{rank}.operations" for rank in range(2)}
+    # MPICH's launcher kills the others before they can write anything, and Open MPI's may do so
+    # before they have written all.
     if who == "all" or left:
-        assert {one.name for one in left} == {f"trace.json.{rank}.operations" for rank in range(2)}
+        names = {one.name for one in left}
+        assert names == files if who == "all" else names <= files
         assert main(["trace", str(path)]) == 0
         assert not list(tmp_path.glob("*.operations"))
     with pytest.raises(SystemExit):
