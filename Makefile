@@ -70,8 +70,11 @@ BUILD_NEEDS = $(shell sed -n 's/^requires = \[\(.*\)\]$$/\1/p' pyproject.toml | 
 SETUP_NEEDS = $(wordlist 1,2,$(BUILD_NEEDS))
 # Python compiles only the modules that it imports, a small part; pip would compile all.
 PIP := -m pip -qq --no-input install --no-compile
+# The other environments have no pip of their own, which would take 3 s each: the first one's, 22.3 or later,
+# installs into them.
+PIP_INTO = $(PY) -m pip --python $1/bin/python -qq --no-input install --no-compile
 # Without pip's build isolation, only changed files are recompiled, in one build tree, so one at a time.
-EDITABLE := $(PIP) --no-build-isolation --editable
+EDITABLE := --no-build-isolation --editable
 ONE_AT_A_TIME := flock Makefile
 # The demo is built for this machine only, including its GPUs, if any.
 GPU_HERE := $(wildcard /dev/nvidiactl /dev/dxg /dev/nvhost-gpu)
@@ -161,7 +164,9 @@ test-clusters: .venv-clusters/.ready ## test hvd.run on CLUSTERS="ray dask spark
 # Stand-ins need no other packages.
 STAND_INS := $(foreach name,$(KNOWN_FRAMEWORKS),$(if $(shell grep -v '^\#' tests/frameworks/$(name).txt),,$(name)))
 UNTESTABLE := $(if $(PYTHON310),,nnabla)
-ready_of = $(if $(filter $1,$(STAND_INS)),$(VENV)/.test,.venv-$1/.ready)
+# PyTorch's own tests need little but PyTorch, which $(VENV) has, if it is the same.
+BESIDE_TORCH := $(if $(filter $(TORCH),$(shell cat tests/frameworks/c10d.txt)),c10d)
+ready_of = $(if $(filter $1,$(STAND_INS)),$(VENV)/.test,$(if $(filter $1,$(BESIDE_TORCH)),$(VENV)/.$1,.venv-$1/.ready))
 
 TESTABLE := $(filter-out $(UNTESTABLE),$(KNOWN_FRAMEWORKS))
 
@@ -201,7 +206,7 @@ sanitize-memory sanitize-threads: sanitize-%:
 	@mkdir -p build/sanitize-$* && cd build/sanitize-$* && { \
 	  cmake -S ../../csrc -B . -G Ninja -DCMAKE_BUILD_TYPE=Debug -DHORO_LITE_SANITIZE=$(FLAGS) $(KERNELS) \
 	    -DHORO_LITE_CUDA=0 -DPython_EXECUTABLE=$(abspath $(PY)) -Dnanobind_DIR=$$($(abspath $(PY)) -m nanobind --cmake_dir) && \
-	  MAKEFLAGS= nice cmake --build . --target sanitized; } >build.log || { cat build.log; exit 1; }
+	  MAKEFLAGS= nice -n 19 cmake --build . --target sanitized; } >build.log || { cat build.log; exit 1; }
 	@cd build/sanitize-$* && { UBSAN_OPTIONS=print_stacktrace=1 $(FIXED_ADDRESSES) ./sanitized $(ROUNDS) 2>errors.log || \
 	  { cat errors.log; grep -q "ThreadSanitizer: unexpected memory mapping" errors.log && \
 	    echo "==> NOT CHECKED for races: TSan cannot run with this kernel's address randomization"; }; }
@@ -293,7 +298,7 @@ $(VENV)/.made:
 	@echo "==> creating $(VENV) with $(PYTHON)"
 	@rm -rf $(VENV)
 	@$(PYTHON) -m venv $(VENV)
-	@$(PY) $(PIP) $(BUILD_NEEDS)
+	@$(PY) $(PIP) $(BUILD_NEEDS) "pip>=22.3"
 	@touch $@
 
 # Only what the demo needs. Packages are downloaded while the core is compiled.
@@ -302,13 +307,13 @@ $(VENV)/.demo: $(SOURCES) | $(VENV)/.made
 	@$(PY) $(PIP) $(DEMO_NEEDS) & packages=$$!; result=0; \
 	  $(QUICK) $(PY) setup.py -q build_ext --inplace || result=1; \
 	  wait $$packages || result=1; exit $$result
-	@$(QUICK) $(PY) $(EDITABLE) . --no-deps
+	@$(QUICK) $(PY) $(PIP) $(EDITABLE) . --no-deps
 	@touch $@
 
 $(VENV)/.built: $(SOURCES) | $(VENV)/.made
 	@echo "==> building horo_lite and its C++ core for all machines (a minute or two, the first time)"
 	@$(PY) setup.py -q build_ext --inplace
-	@$(ONE_AT_A_TIME) $(PY) $(EDITABLE) '.[$(MPI)examples]'
+	@$(ONE_AT_A_TIME) $(PY) $(PIP) $(EDITABLE) '.[$(MPI)examples]'
 	@touch $@
 
 # If it is missing although the core is built: older commits have it in git, which deletes it when it leaves them.
@@ -317,12 +322,16 @@ horo_lite/_native.pyi: | $(VENV)/.built
 
 $(VENV)/.test: pyproject.toml | $(VENV)/.built
 	@echo "==> installing the dependencies of tests and checks"
-	@$(ONE_AT_A_TIME) $(PY) $(EDITABLE) '.[$(MPI)test,dev]'
+	@$(ONE_AT_A_TIME) $(PY) $(PIP) $(EDITABLE) '.[$(MPI)test,dev]'
 	@touch $@
 
 $(VENV)/.torch: pyproject.toml | $(VENV)/.test
 	@echo "==> installing $(TORCH)"
 	@$(PY) $(PIP) $(TORCH)
+	@touch $@
+
+$(addprefix $(VENV)/.,$(BESIDE_TORCH)): $(VENV)/.%: tests/frameworks/%.txt | $(VENV)/.torch
+	@$(PY) $(PIP) -r $<
 	@touch $@
 
 # If NNabla needs another Python, the core is built for that, too: only for this machine's CPU, since
@@ -335,22 +344,22 @@ BUILD_nnabla = $(if $(filter 3.10,$(shell $(PYTHON) -c 'import sys; print("%d.%d
 .venv-%/.framework: tests/frameworks/%.txt | $(VENV)/.made
 	@echo "==> creating .venv-$* with $(or $(PYTHON_$*),$(PYTHON)) and $$(sed '/^#/d' $< | tr '\n' ' ')"
 	@rm -rf .venv-$*
-	@$(or $(PYTHON_$*),$(PYTHON)) -m venv .venv-$*
-	@.venv-$*/bin/python $(PIP) $(SETUP_NEEDS) -r $<
+	@$(or $(PYTHON_$*),$(PYTHON)) -m venv --without-pip .venv-$*
+	@$(call PIP_INTO,.venv-$*) $(SETUP_NEEDS) -r $<
 	@touch $@
 .PRECIOUS: .venv-%/.framework
 
 .venv-%/.ready: .venv-%/.framework pyproject.toml | $(VENV)/.built
-	@nanobind_DIR=$$($(PY) -m nanobind --cmake_dir) $(BUILD_$*) $(ONE_AT_A_TIME) .venv-$*/bin/python $(EDITABLE) \
+	@nanobind_DIR=$$($(PY) -m nanobind --cmake_dir) $(BUILD_$*) $(ONE_AT_A_TIME) $(call PIP_INTO,.venv-$*) $(EDITABLE) \
 	  '.[$(MPI)test-frameworks]' -r tests/frameworks/$*.txt
 	@touch $@
 
 .venv-clusters/.ready: tests/clusters/requirements.txt pyproject.toml | $(VENV)/.demo
 	@echo "==> creating .venv-clusters with $(PYTHON) and $$(sed '/^#/d' $< | tr '\n' ' ')"
 	@rm -rf .venv-clusters
-	@$(PYTHON) -m venv .venv-clusters
-	@.venv-clusters/bin/python $(PIP) $(SETUP_NEEDS)
-	@nanobind_DIR=$$($(PY) -m nanobind --cmake_dir) $(ONE_AT_A_TIME) .venv-clusters/bin/python $(EDITABLE) \
+	@$(PYTHON) -m venv --without-pip .venv-clusters
+	@$(call PIP_INTO,.venv-clusters) $(SETUP_NEEDS)
+	@nanobind_DIR=$$($(PY) -m nanobind --cmake_dir) $(ONE_AT_A_TIME) $(call PIP_INTO,.venv-clusters) $(EDITABLE) \
 	  '.[$(MPI)ray,dask,spark,test-frameworks]' $(TORCH) -r $<
 	@touch $@
 
@@ -379,7 +388,7 @@ $(WHEEL)/.made: pyproject.toml Makefile
 $(MPICH)/.test: pyproject.toml | $(VENV)/.test
 	@echo "==> creating $(MPICH), the same with MPICH"
 	@rm -rf $(MPICH)
-	@$(PYTHON) -m venv $(MPICH)
-	@$(MPICH)/bin/python $(PIP) $(SETUP_NEEDS)
-	@nanobind_DIR=$$($(PY) -m nanobind --cmake_dir) $(ONE_AT_A_TIME) $(MPICH)/bin/python $(EDITABLE) '.[mpich,test]'
+	@$(PYTHON) -m venv --without-pip $(MPICH)
+	@$(call PIP_INTO,$(MPICH)) $(SETUP_NEEDS)
+	@nanobind_DIR=$$($(PY) -m nanobind --cmake_dir) $(ONE_AT_A_TIME) $(call PIP_INTO,$(MPICH)) $(EDITABLE) '.[mpich,test]'
 	@touch $@
