@@ -30,6 +30,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -410,6 +412,7 @@ def machine() -> dict[str, Any]:
         "kernel": platform.release(),
         "python": platform.python_version(),
         "numpy": np.__version__,
+        **({"torch": sys.modules["torch"].__version__} if "torch" in sys.modules else {}),
     }
 
 
@@ -452,6 +455,9 @@ def drive(
     work: Callable[[argparse.Namespace], dict[str, Any]],
     tables: Callable[[dict[str, Any]], Sequence[str]],
     ranks: Sequence[int] = (2,),
+    network: Callable[[argparse.Namespace, int], AbstractContextManager[Any]] | None = None,
+    complete: Callable[[argparse.Namespace, dict[str, Any], Callable[..., Any]], None]
+    | None = None,
 ) -> None:
     """Run the benchmark `script`, either as a rank or as the driver that starts jobs.
 
@@ -461,6 +467,9 @@ def drive(
         work: Runs one rank's part of a job, and returns what rank 0 reports.
         tables: Returns the tables of a report.
         ranks: The default sizes of jobs.
+        network: Returns the network of a job's hosts, or None for one host, as a context.
+        complete: Adds the results of further jobs of the same size to a report; it receives a
+            function that runs one with more arguments.
     """
     parser.add_argument("--ranks", type=int, nargs="+", default=ranks, help="job sizes")
     parser.add_argument("--output", type=Path, help="also write all results to this file, as JSON")
@@ -481,8 +490,16 @@ def drive(
     here = machine()
     print("  ".join(f"{name}: {value}" for name, value in here.items()))
     jobs = []
+
+    def start(n: int, *more: str) -> Any:
+        arguments = [*sys.argv[1:], "--work", *more]
+        with network(options, n) if network else nullcontext() as hosts:
+            return launch(sys.executable, n, arguments, 1800, script, hosts)
+
     for n in options.ranks:
-        job = launch(sys.executable, n, [*sys.argv[1:], "--work"], 1800, script)
+        job = start(n)
+        if complete:
+            complete(options, job, partial(start, n))
         print(f"\n{n} ranks: {job['mpi']}, transport {job['transport']}")
         jobs.append(job)
         for table in tables(job):

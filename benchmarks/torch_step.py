@@ -38,13 +38,12 @@ from __future__ import annotations
 import argparse
 import ctypes
 import importlib.util
-import json
 import math
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,8 +59,7 @@ from allreduce import (
     UNCLEAR,
     Cores,
     distance_of,
-    launch,
-    machine,
+    drive,
     resnet50_shapes,
     rest,
 )
@@ -574,8 +572,8 @@ def measure_memory(options: argparse.Namespace, name: str, comm: Any) -> int:
     return int(max(comm.allgather(peak_bytes() - before)))
 
 
-def work(options: argparse.Namespace) -> None:
-    """Run one rank's part of a job; rank 0 writes the results."""
+def work(options: argparse.Namespace) -> dict[str, Any]:
+    """Run one rank's part of a job."""
     import horo_lite.torch as hvd
 
     hvd.init()
@@ -592,15 +590,12 @@ def work(options: argparse.Namespace) -> None:
         found = [
             measure(options, which, optimizer, comm, cores)
             for which in options.models
+            if comm.size > 1 or which != "waiting"
             for optimizer in options.optimizers or [usual_optimizer(which)]
         ]
-    if comm.rank == 0:
-        options.output.write_text(
-            json.dumps({"ranks": comm.size, "threads": torch.get_num_threads(), "results": found})
-        )
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-    hvd.shutdown()
+    return {"threads": torch.get_num_threads(), "results": found}
 
 
 # --- the driver -------------------------------------------------------------------------------
@@ -611,8 +606,20 @@ def usual_optimizer(model: str) -> str:
     return "adam" if model == "transformer" else "sgd"
 
 
-def tables(job: dict[str, Any], result: dict[str, Any], memory: dict[str, int]) -> list[str]:
+def add_memory(options: argparse.Namespace, job: dict[str, Any], start: Callable[..., Any]) -> None:
+    """Measure the contenders' memory, each in a job of its own."""
+    if options.memory and job["ranks"] > 1 and "sums" in options.models:
+        job["memory"] = {name: start("--memory-of", name)["results"] for name in options.contenders}
+
+
+def tables(job: dict[str, Any]) -> list[str]:
+    """Format the tables of a job."""
+    return [text for result in job["results"] for text in tables_of(job, result)]
+
+
+def tables_of(job: dict[str, Any], result: dict[str, Any]) -> list[str]:
     """Format the tables of one model on one number of ranks."""
+    memory = job.get("memory", {}) if result["model"] == "sums" else {}
     found = {
         times["distance"]
         for turn in result["turns"]
@@ -689,7 +696,6 @@ def main() -> None:
         description="time training steps with PyTorch, and the cost of their exchange",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="job sizes")
     parser.add_argument(
         "--models", nargs="+", choices=MODELS, default=list(MODELS), help="models to train"
     )
@@ -716,44 +722,17 @@ def main() -> None:
     )
     parser.add_argument("--repeats", type=int, help=f"turns, instead of {TURNS}")
     parser.add_argument("--memory", action="store_true", help="also measure memory (sums)")
-    parser.add_argument("--output", type=Path, help="also write all results to this file, as JSON")
-    parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.work:
-        work(options)
-        return
+    drive(parser, HERE, work, tables, (1, 2, 4), network_of, add_memory)
 
-    def start(ranks: int, *arguments: str) -> Any:
-        arguments = ("--work", *arguments)
-        if options.link_mbit is None or ranks == 1:
-            return launch(sys.executable, ranks, arguments, 1200, HERE)
-        from hosts import Network
 
-        with Network(ranks, rate_mbit=options.link_mbit, delay_ms=options.delay_ms) as network:
-            return launch(sys.executable, ranks, arguments, 1200, HERE, network)
+def network_of(options: argparse.Namespace, ranks: int) -> AbstractContextManager[Any]:
+    """Return the network that was asked for, with a host for each rank."""
+    if options.link_mbit is None or ranks == 1:
+        return nullcontext()
+    from hosts import Network
 
-    here = machine() | {"torch": torch.__version__}
-    print("  ".join(f"{name}: {value}" for name, value in here.items()))
-    chosen = ["--contenders", *options.contenders, "--image", str(options.image)]
-    chosen += ["--repeats", str(options.repeats)] if options.repeats else []
-    chosen += ["--optimizers", *options.optimizers] if options.optimizers else []
-    jobs = []
-    for ranks in options.ranks:
-        models = [which for which in options.models if ranks > 1 or which != "waiting"]
-        job = start(ranks, "--models", *models, *chosen)
-        job["memory"] = {}
-        if options.memory and ranks > 1 and "sums" in models:
-            job["memory"] = {
-                name: start(ranks, "--memory-of", name)["results"] for name in options.contenders
-            }
-        jobs.append(job)
-        for result in job["results"]:
-            memory = job["memory"] if result["model"] == "sums" else {}
-            for text in tables(job, result, memory):
-                print(f"\n{text}", flush=True)
-    if options.output:
-        options.output.write_text(json.dumps({"machine": here, "jobs": jobs}, indent=1))
+    return Network(ranks, rate_mbit=options.link_mbit, delay_ms=options.delay_ms)
 
 
 if __name__ == "__main__":
