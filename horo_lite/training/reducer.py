@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
-from weakref import WeakKeyDictionary
 
 from horo_lite.collectives.arrays import HOST, gpu_of
 from horo_lite.collectives.calls import AllGatherBytes, Compare, Part
@@ -56,9 +55,6 @@ class _Numbers:
 
     def __next__(self) -> int:
         return next(self._next)
-
-
-_numbers: WeakKeyDictionary[Group, _Numbers] = WeakKeyDictionary()
 
 
 class Offer(NamedTuple):
@@ -569,9 +565,9 @@ class Reducer:
         self, plan: Plan, note: Any = "", rates: tuple[float, ...] = (), failure: str = ""
     ) -> Offer:
         if not (self._title or self._number):
-            if self.group not in _numbers:
-                _numbers[self.group] = _Numbers(self.group)
-            self._number = next(_numbers[self.group])
+            if _Numbers not in self.group.kept:
+                self.group.kept[_Numbers] = _Numbers(self.group)
+            self._number = next(self.group.kept[_Numbers])
         return Offer(
             plan,
             None if self._agreed is None else self._agreed.plan,
