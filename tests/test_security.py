@@ -82,7 +82,6 @@ def test_what_has_a_name_is_not_mapped(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["file", "fifo of another"])
 def test_only_an_inbox_is_written_to(kind: str, tmp_path: Path) -> None:
-    """init() checks it, and so does the writer: it may have been replaced by then."""
     path = tmp_path / "victim"
     path.write_text("precious") if kind == "file" else os.mkfifo(path)
     if kind != "file":
@@ -94,12 +93,28 @@ def test_only_an_inbox_is_written_to(kind: str, tmp_path: Path) -> None:
     try:
         with pytest.raises(PermissionError, match="is not the inbox of a rank"):
             pipes.connect([(os.getpid(), victim)], "00" * 8)
-        with pytest.raises(PermissionError, match="is not the inbox of a rank"):
-            pipes.send(0, b"record")
+        assert not pipes.send(0, b"record")
     finally:
         pipes.close()
         os.close(victim)
     assert kind != "file" or path.read_text() == "precious"
+
+
+def test_a_pipe_that_has_replaced_an_inbox_is_not_written_to() -> None:
+    """A rank that has left closes its inbox, and the program's next pipe gets the number."""
+    inbox, other = os.pipe(), os.pipe()
+    os.set_blocking(other[0], False)
+    pipes = Pipes()
+    try:
+        pipes.connect([(os.getpid(), inbox[0])], "00" * 8)
+        os.dup2(other[0], inbox[0])
+        assert not pipes.send(0, b"an acknowledgement")
+        with pytest.raises(BlockingIOError):
+            os.read(other[0], 1)
+    finally:
+        pipes.close()
+        for descriptor in (*inbox, *other):
+            os.close(descriptor)
 
 
 def test_only_a_rank_of_this_user_offers_a_secret(tmp_path: Path) -> None:

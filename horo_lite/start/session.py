@@ -31,6 +31,7 @@ from horo_lite.start import (
     trace,
 )
 from horo_lite.start.cores import cores_of_process, take_cores
+from horo_lite.start.host_ranks import HostRanks, NeedsMpiError
 from horo_lite.start.rank_info import Position, RankInfo, position_of
 from horo_lite.start.rendezvous import Rendezvous
 from horo_lite.start.rendezvous_spec import RendezvousSpec, is_one_host, rendezvous_spec
@@ -169,9 +170,7 @@ def init(
     with _changing:
         if _session is None:
             ending.open_standard_files()
-            with arrivals.in_init():
-                found, MPI = _find_ranks(settings, comm)
-                made = _session_over(settings, found, MPI, is_ours=False)
+            made = _make(settings, comm)
             return _begin(made._replace(given_comm=comm))
         if settings.problem:
             raise ValueError(settings.problem)
@@ -214,21 +213,17 @@ def init_with_store(store: Any, rank: int, size: int, timeout_s: float) -> World
     with _changing:
         assert _session is None
         ending.open_standard_files()
-        found, MPI = None, None
         by_mpi = launcher.connects_by_mpi(launch, os.environ)
         if by_mpi and launch is not None and launch[1:] == (rank, size):
-            limits = settings.stall_warn_s, settings.stall_abort_s
-            with arrivals.in_init():
-                found, MPI = mpi.communicator(None, launch, *limits)
-        elif size > 1:
+            made = _make(settings)
+        else:
             # No port: it may be any torch store, even a file.
             one_host = is_one_host(_host_of(store), size, os.environ)
             where = "the store of torch.distributed"
             spec = RendezvousSpec(rank, size, where, 0, False, "", one_host)
-            found = Rendezvous(spec, timeout_s, store)
-        return _begin(
-            _session_over(settings, found, MPI, is_ours=False)._replace(settings=by_itself)
-        )
+            found = Rendezvous(spec, timeout_s, store) if size > 1 else None
+            made = _session_over(settings, found, None, is_ours=False)
+        return _begin(made._replace(settings=by_itself))
 
 
 def _host_of(store: Any) -> str:
@@ -298,18 +293,28 @@ def _at_exit() -> None:
         context.notify_ended()
 
 
-def _find_ranks(settings: Settings, comm: Any) -> tuple[Any, Any]:
-    """Return the communicator of two or more ranks, and mpi4py.MPI; (None, None) for one rank.
+def _make(settings: Settings, comm: Any = None) -> Session:
+    """Return a session of the ranks of this job, or of those of `comm`.
 
-    The communicator of ranks that MPI did not start is a Rendezvous, and MPI is None.
+    This is where it is decided how they find each other, and what connects them.
     """
     if comm is not None and settings.rank is not None:
         raise ValueError("comm and rank both define the world: pass only one of them")
     spec = rendezvous_spec(settings, os.environ) if comm is None else None
     if spec is not None:
-        return (Rendezvous(spec, settings.start_timeout_s) if spec.size > 1 else None), None
+        found = Rendezvous(spec, settings.start_timeout_s) if spec.size > 1 else None
+        return _session_over(settings, found, None, is_ours=False)
+    launch = launcher.detect(os.environ)
+    # Simulated hosts need what real ones do.
+    if comm is None and settings.test_hosts is None:
+        here = HostRanks.of_job(launch, os.environ)
+        if here is not None:
+            with contextlib.suppress(NeedsMpiError):
+                return _session_over(settings, here, None, is_ours=False)
     limits = settings.stall_warn_s, settings.stall_abort_s
-    return mpi.communicator(comm, launcher.detect(os.environ), *limits)
+    with arrivals.in_init():
+        found, MPI = mpi.communicator(comm, launch, *limits)
+        return _session_over(settings, found, MPI, is_ours=False)
 
 
 def _session_over(settings: Settings, comm: Any, MPI: Any, *, is_ours: bool) -> Session:
@@ -325,8 +330,14 @@ def _session_over(settings: Settings, comm: Any, MPI: Any, *, is_ours: bool) -> 
         ending.uninstall()
     for sentence in unknown_variables(os.environ) if rank == 0 and not is_ours else ():
         warn(f"{sentence} (docs/environment.md lists all variables)")
+    limits = settings.stall_warn_s, settings.stall_abort_s
     if MPI is not None and comm is not None and not is_ours:
-        comm = mpi.duplicate(comm, settings.stall_warn_s, settings.stall_abort_s)
+        comm = mpi.duplicate(comm, *limits)
+    if isinstance(comm, HostRanks):
+        comm.arrive(*limits)
+    # After mpi4py was imported, so that it runs before MPI is finalised.
+    atexit.unregister(mpi.end)
+    atexit.register(mpi.end)
     with mpi.failing_together(comm):
         try:
             return _connected_session(settings, comm, MPI)
@@ -351,7 +362,11 @@ def _connected_session(settings: Settings, comm: Any, MPI: Any) -> Session:
     )
     thread_multiple = comm is None or MPI is None or MPI.Query_thread() >= MPI.THREAD_MULTIPLE
     token = everyone[0].token
-    links = connect(comm, host_of_rank, token=token, watchdog=device.kind == "cuda")
+    try:
+        links = connect(comm, host_of_rank, token=token, watchdog=device.kind == "cuda")
+    except NeedsMpiError:  # so this is done again
+        restore_threads()
+        raise
     ending.watch(links.transports(), None if MPI is None else comm)
     links.write_slots(settings.slot_stores)
     stall_detector = links.direct.stall_detector
@@ -376,7 +391,6 @@ def _connected_session(settings: Settings, comm: Any, MPI: Any) -> Session:
         cores=cores,
         overlap=settings.overlap,
     )
-    # After mpi4py was imported, so that it runs before MPI is finalised.
     atexit.register(_at_exit)
     atexit.register(ending.mark_end)
     return Session(
@@ -503,9 +517,20 @@ def abandon(reason: str) -> None:
 
 def communicator() -> Any:
     """Return the world's own mpi4py communicator; None in a world of one, or without MPI."""
-    return current().comm if started_by_mpi() else None
+    comm = current().comm
+    return None if isinstance(comm, ObjectCommunicator) else comm
 
 
 def started_by_mpi() -> bool:
-    """Return whether this world has several ranks, and MPI connects them."""
-    return not isinstance(current().comm, (ObjectCommunicator, type(None)))
+    """Return whether this world has several ranks, which a launcher of MPI has started."""
+    return communicator() is not None or isinstance(current().comm, HostRanks)
+
+
+def communicator_of_program() -> Any:
+    """Return an mpi4py communicator of the world's ranks, numbered alike; None without MPI.
+
+    Collective: it may have to initialise MPI.
+    """
+    if not isinstance(current().comm, HostRanks):
+        return communicator()
+    return mpi.communicator(None, launcher.detect(os.environ))[0]

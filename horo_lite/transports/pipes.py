@@ -44,6 +44,7 @@ class Pipes:
         self.inbox, self._inlet = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._read = bytearray()
         self._inboxes: Sequence[tuple[int, int]] = []
+        self._pipes: dict[int, int] = {}  # the inode of each peer's inbox
         self._outlets: dict[int, int] = {}
         self._full: set[int] = set()
         self._files: list[_File] = []
@@ -58,20 +59,24 @@ class Pipes:
         """
         self._inboxes = inboxes
         self._token = bytes.fromhex(token)
-        for pid, number in self._inboxes:
+        for peer, (pid, number) in enumerate(self._inboxes):
             path = f"/proc/{pid}/fd/{number}"
             try:
                 status = os.stat(path)
             except OSError:  # it has ended, which sending to it will detect
                 continue
             _check_inbox(path, status)
+            self._pipes[peer] = status.st_ino
 
     def send(self, peer: int, record: bytes) -> bool:
         data = _LENGTH.pack(len(record)) + record
         assert len(data) <= select.PIPE_BUF
         try:
             if peer not in self._outlets:
-                self._outlets[peer] = _open_inbox(*self._inboxes[peer])
+                outlet = _open_inbox(*self._inboxes[peer], self._pipes.get(peer))
+                if outlet is None:
+                    return False
+                self._outlets[peer] = outlet
             outlet = self._outlets[peer]
             self._full.add(outlet)
             os.write(outlet, data)
@@ -169,8 +174,11 @@ class Pipes:
     _close = staticmethod(os.close)
 
 
-def _open_inbox(pid: int, number: int) -> int:
-    """Open that process's inbox for writing. The descriptor may refer to any file."""
+def _open_inbox(pid: int, number: int, inode: int | None) -> int | None:
+    """Open that process's inbox for writing; return None if it has been closed.
+
+    Its number may then refer to any file, even to another pipe.
+    """
     flags = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         inbox = os.open(f"/proc/{pid}/fd/{number}", flags)
@@ -179,11 +187,10 @@ def _open_inbox(pid: int, number: int) -> int:
             why = "no free file descriptor is left for a rank's messages: raise `ulimit -n`"
             raise OSError(error.errno, why) from error
         raise
-    try:
-        _check_inbox(f"/proc/{pid}/fd/{number}", os.fstat(inbox))
-    except PermissionError:
+    status = os.fstat(inbox)
+    if status.st_ino != inode or not stat.S_ISFIFO(status.st_mode):
         os.close(inbox)
-        raise
+        return None
     return inbox
 
 
