@@ -5,14 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from launch import run_ranks
-
-pytestmark = pytest.mark.mpi
+from worlds import script_on_ranks
 
 SCRIPT = Path(__file__).with_name("bad_arguments_ranks.py")
 
 
-@pytest.mark.parametrize(("np_", "hosts"), [(2, ""), (2, "1,1"), (3, "2,1")])
-def test_bad_arguments(np_: int, hosts: str) -> None:
-    result = run_ranks(SCRIPT, np_, env={"HORO_LITE_TEST_HOSTS": hosts}, timeout_s=60).check()
-    assert result.stdout.count("refused") == np_, str(result)
+@pytest.mark.served
+@pytest.mark.parametrize(
+    ("ranks", "hosts"), [(2, ""), (2, "1,1"), pytest.param(3, "2,1", marks=pytest.mark.mpi)]
+)
+def test_bad_arguments(ranks: int, hosts: str) -> None:
+    env = {"HORO_LITE_TEST_HOSTS": hosts}
+    result = script_on_ranks(SCRIPT, ranks, env=env, timeout_s=60)
+    assert result.stdout.count("refused") == ranks, str(result)

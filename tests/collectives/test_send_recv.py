@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-import re
+import contextlib
+import os
+import resource
+import time
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 from launch import run_ranks, start_ranks
-from worlds import script_on_ranks
+from worlds import on_ranks, script_on_ranks
 
 import horo_lite as hvd
-
-pytestmark = pytest.mark.mpi
 
 MESSAGES = Path(__file__).with_name("send_recv_ranks.py")
 POLLS = Path(__file__).with_name("poll_ranks.py")
 
 
 @pytest.mark.served
-@pytest.mark.parametrize("hosts", ["", "1,1,1", "2,1"])
+@pytest.mark.parametrize(
+    "hosts", ["", *[pytest.param(hosts, marks=pytest.mark.mpi) for hosts in ("1,1,1", "2,1")]]
+)
 def test_messages(hosts: str) -> None:
     result = script_on_ranks(MESSAGES, 3, env={"HORO_LITE_TEST_HOSTS": hosts}, timeout_s=60)
     assert result.stdout.count("done") == 4
@@ -113,60 +118,49 @@ assert half.tolist() == [(rank - 1) % size] * 3
 """
 
 
-def test_a_first_message_without_a_free_descriptor_is_an_error_of_its_sender() -> None:
-    body = """
-    import os, resource
-    import numpy as np
-    import horo_lite as hvd
-
+def send_without_a_descriptor() -> None:
     world = hvd.init(device="cpu", stall_abort_s=20)
     x = np.arange(3.0)
-    if world.rank == 0:
-        send = hvd.send  # imported now, since that also needs a descriptor
-        highest = max(map(int, os.listdir("/proc/self/fd")))
-        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if world.rank == 1:
+        hvd.recv(received := np.zeros(3), 0)
+        assert received.tolist() == [0.0, 1.0, 2.0]  # not the message that was not sent
+        return
+    send = hvd.send  # imported now, since that also needs a descriptor
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held: list[int] = []
+    try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, limits[1]))
-        held = []
-        try:
+        with contextlib.suppress(OSError):
             while True:
                 held.append(os.dup(0))
-        except OSError:
-            pass
-        try:
+        with pytest.raises(OSError, match="no free file descriptor"):
             send(np.zeros(3), 1)
-        except OSError as error:
-            assert "no free file descriptor" in str(error), error
-        else:
-            raise AssertionError("it was sent")
+    finally:
         for descriptor in held:
             os.close(descriptor)
-        hvd.send(x, 1)
-    else:
-        received = np.zeros(3)
-        hvd.recv(received, 0)
-        assert received.tolist() == [0.0, 1.0, 2.0]  # not the message that was not sent
-    print("end", flush=True)
-    """
-    result = run_ranks(body, 2).check()
-    assert result.stdout.count("end") == 2, str(result)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    hvd.send(x, 1)
 
 
-def test_messages_under_way_share_descriptors_and_keep_what_they_hold() -> None:
-    """Several sizes, received in another order than sent, twice, so that files are reused."""
-    body = """
-    import os
-    import numpy as np
-    import horo_lite as hvd
+@pytest.mark.served
+def test_a_first_message_without_a_free_descriptor_is_an_error_of_its_sender() -> None:
+    on_ranks(send_without_a_descriptor, 2)
 
+
+def have_many_messages_under_way() -> list[int]:
+    """Return by how many descriptors rank 0 has more while they are, in each turn."""
     rank = hvd.init(device="cpu").rank
-    sizes = [1000, 5000, 200_000, 3_000_000]
+    sizes, tags, more = [1000, 5000, 200_000, 3_000_000], range(120), []
+
+    def value(turn: int, tag: int) -> npt.NDArray[np.float32]:
+        return np.arange(sizes[tag % 4], dtype=np.float32) + 1000 * turn + tag
+
     for turn in range(2):
-        tags = range(120)
-        value = lambda tag: np.arange(sizes[tag % 4], dtype=np.float32) + 1000 * turn + tag
         if rank == 0:
             before = len(os.listdir("/proc/self/fd"))
-            handles = [hvd.isend(value(tag), 1, tag=tag) for tag in tags]
-            print("more descriptors:", len(os.listdir("/proc/self/fd")) - before, flush=True)
+            handles = [hvd.isend(value(turn, tag), 1, tag=tag) for tag in tags]
+            more.append(len(os.listdir("/proc/self/fd")) - before)
             hvd.barrier()
             for handle in handles:
                 handle.wait()
@@ -175,23 +169,19 @@ def test_messages_under_way_share_descriptors_and_keep_what_they_hold() -> None:
             for tag in reversed(tags):
                 received = np.zeros(sizes[tag % 4], np.float32)
                 hvd.recv(received, 0, tag=tag)
-                assert np.array_equal(received, value(tag)), tag
-    print("end", flush=True)
-    """
-    result = run_ranks(body, 2).check()
-    assert result.stdout.count("end") == 2, str(result)
-    more = [int(n) for n in re.findall(r"more descriptors: (\d+)", result.stdout)]
-    assert len(more) == 2, str(result)
+                assert np.array_equal(received, value(turn, tag)), tag
+    return more
+
+
+@pytest.mark.served
+def test_messages_under_way_share_descriptors_and_keep_what_they_hold() -> None:
+    """Several sizes, received in another order than sent, twice, so that files are reused."""
+    more, _ = on_ranks(have_many_messages_under_way, 2)
+    assert len(more) == 2
     assert max(more) < 20, "one descriptor per message"
 
 
-def test_what_finds_no_room_is_sent_while_its_sender_is_elsewhere() -> None:
-    """Small messages, and the acknowledgement of a large one: a pipe holds 64 KiB."""
-    body = """
-    import time
-    import numpy as np
-    import horo_lite as hvd
-
+def send_what_finds_no_room() -> None:
     rank = hvd.init(device="cpu", stall_abort_s=10).rank
     small, large = np.zeros(300), np.zeros(50_000)
     if rank == 0:
@@ -208,10 +198,12 @@ def test_what_finds_no_room_is_sent_while_its_sender_is_elsewhere() -> None:
             hvd.recv(small, 0, tag=tag)
             assert (small == tag).all(), tag
         hvd.barrier()
-    print("end", flush=True)
-    """
-    result = run_ranks(body, 2).check()
-    assert result.stdout.count("end") == 2, str(result)
+
+
+@pytest.mark.served
+def test_what_finds_no_room_is_sent_while_its_sender_is_elsewhere() -> None:
+    """Small messages, and the acknowledgement of a large one: a pipe holds 64 KiB."""
+    on_ranks(send_what_finds_no_room, 2)
 
 
 @pytest.mark.served
@@ -221,6 +213,7 @@ def test_the_tutorial_of_torch_distributed() -> None:
     script_on_ranks(TUTORIAL, 3, timeout_s=60)
 
 
+@pytest.mark.mpi
 def test_what_was_sent_before_its_sender_left_is_received_however_late_it_comes() -> None:
     """MPI may report a rank's end before a message that it has sent earlier."""
     run_ranks(
@@ -259,13 +252,15 @@ def test_what_was_sent_before_its_sender_left_is_received_however_late_it_comes(
     ).check()
 
 
-@pytest.mark.parametrize("hosts", ["", "1,1,1"])
+@pytest.mark.launches
+@pytest.mark.parametrize("hosts", ["", pytest.param("1,1,1", marks=pytest.mark.mpi)])
 def test_whoever_asks_learns_that_a_rank_has_left(hosts: str) -> None:
     """Instead of polling forever. Under gloo, and when a rank dies: tests/start/test_gloo.py."""
     result = run_ranks(POLLS, 3, args=["ends"], env={"HORO_LITE_TEST_HOSTS": hosts}, timeout_s=60)
     assert "all are lost" in result.check().stdout
 
 
+@pytest.mark.launches
 @pytest.mark.parametrize("hosts", ["", "1,1"])
 def test_who_waits_for_a_message_says_so(hosts: str) -> None:
     script = """
@@ -290,6 +285,7 @@ def test_who_waits_for_a_message_says_so(hosts: str) -> None:
         assert "rank 0 has waited " in job.wait().check().stderr
 
 
+@pytest.mark.launches
 def test_mistakes_of_two_ranks_are_an_end() -> None:
     """Both send large messages, and neither receives: the cyclic wait is detected."""
     result = run_ranks(

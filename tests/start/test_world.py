@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from launch import PATIENCE, Result, environment, mpi_name, mpiexec_path, run_ranks
+from worlds import on_ranks, script_on_ranks
 
 import horo_lite as hvd
 from horo_lite.start import cores, launcher
@@ -218,9 +219,10 @@ def test_one_rank_under_a_launcher_is_a_world_of_one() -> None:
     assert said(run_ranks(code, 1)) == ["0 1 0 1 0 1 solo True"]
 
 
+@pytest.mark.served
 @pytest.mark.mpi
 def test_simulated_hosts_of_unequal_size() -> None:
-    assert said(run_ranks(SAY, 3, env={"HORO_LITE_TEST_HOSTS": "2,1"})) == [
+    assert said(script_on_ranks(SAY, 3, env={"HORO_LITE_TEST_HOSTS": "2,1"})) == [
         "0 3 0 2 0 2 mpi False",
         "1 3 1 2 0 1 mpi False",
         "2 3 0 1 1 2 mpi False",
@@ -308,22 +310,21 @@ def test_a_driver_that_is_too_old_leaves_the_gpus_alone() -> None:
     assert fine == "3 cuda:0"
 
 
-@pytest.mark.launches
-def test_gpus_by_local_rank() -> None:
-    result = run_ranks(
-        """
-        import horo_lite as hvd
-        import horo_lite._native as native
-        native.gpus = lambda: (99000, ['a', 'b'], '')
-        devices = [hvd.init().device]
+def devices() -> list[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("horo_lite._native.gpus", lambda: (99000, ["a", "b"], ""))
+        found = [str(hvd.init().device)]
         for wanted in ("cuda:1", "cpu", "cuda"):
             hvd.shutdown()
-            devices.append(hvd.init(device=wanted).device)
-        print("I", hvd.rank(), *devices)
-        """,
-        3,
-    )
-    assert said(result) == [f"{r} cuda:{r % 2} cuda:1 cpu cuda:{r % 2}" for r in range(3)]
+            found.append(str(hvd.init(device=wanted).device))
+        hvd.shutdown()
+    return found
+
+
+@pytest.mark.served
+def test_gpus_by_local_rank() -> None:
+    expected = [[f"cuda:{r % 2}", "cuda:1", "cpu", f"cuda:{r % 2}"] for r in range(3)]
+    assert on_ranks(devices, 3) == expected
 
 
 @pytest.mark.mpi
