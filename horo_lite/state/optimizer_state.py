@@ -137,7 +137,7 @@ class OptimizerState:
             return value
         if id(value) in self._not_state or not self._is_array(value):
             raise _Foreign
-        return np.array(to_host(value))
+        return np.array(to_host(in_host_memory(value)))
 
     def _portable_key(self, key: Any) -> Any:
         if id(key) in self._index:
@@ -214,9 +214,10 @@ def _restore_dtypes(loaded: Any, state: Any) -> None:
 
 
 def in_host_memory(tree: Any) -> Any:
-    """Copy a GPU's tensors to the host: unpickling would put them on the same GPU on all ranks."""
+    """Copy a GPU's arrays to the host: unpickling would put them on the same GPU on all ranks."""
 
     def moved(x: Any) -> Any:
-        return x.cpu() if hasattr(x, "cpu") and gpu_of(x) is not None else x
+        copy = getattr(x, "cpu", None) or getattr(x, "get", None)  # torch's, or CuPy's
+        return copy() if copy is not None and gpu_of(x) is not None else x
 
     return mapped(tree, moved)

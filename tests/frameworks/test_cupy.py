@@ -3,150 +3,128 @@
 from __future__ import annotations
 
 import os
+import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
-from textwrap import indent
+from typing import Any
 
+import contract
 import fake_nccl
-import pytest
-from launch import SUPPORT, Result, run_ranks
-
-HERE = Path(__file__).resolve().parent
-
-START = """
-import os
-
-rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"])
-os.environ["HORO_LITE_TEST_GPUS"] = ",".join(f"{rank}{name}" for name in "abcd")  # its own
-
 import numpy as np
-import horo_lite as hvd
+import pytest
+from contract import Contract
+from launch import SUPPORT, run_ranks
 
-world = hvd.init()
-assert world.device.kind == "cuda", world
-size = world.size
+STAND_IN = str(Path(__file__).resolve().with_name("cupy_stand_in"))
+sys.path.insert(0, STAND_IN)
+rank = os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_RANK")
+if rank is not None:  # its own GPUs
+    os.environ["HORO_LITE_TEST_GPUS"] = ",".join(f"{rank}{name}" for name in "abcd")
 
-import cupy as cp
-from horo_lite.collectives import arrays
-from horo_lite.adapters import adapter_of
+import cupy as cp  # noqa: E402
+
+import horo_lite as hvd  # noqa: E402
+from horo_lite.adapters import adapter_of  # noqa: E402
+from horo_lite.collectives.group import Group  # noqa: E402
+
+
+class Net:
+    def __init__(self, values: Any) -> None:
+        self.params = {name: cp.asarray(x) for name, x in values.items()}
+        self.grads: dict[str, Any] = {}
+
 
 class Momentum:
-    def __init__(self, params):
-        self.params = params
-        self.grads = []
-        self.velocity = [cp.asarray(np.zeros(p.shape, p.dtype)) for p in params]
+    def __init__(self, net: Net, lr: float, momentum: float) -> None:
+        self.params, self.grads, self.lr, self.momentum = net.params, net.grads, lr, momentum
+        self.velocity = [cp.asarray(np.zeros(p.shape, p.dtype)) for p in net.params.values()]
 
-    def step(self):
-        for p, g, v in zip(self.params, self.grads, self.velocity):
-            v.subtract(v, 0.5)
-            v.subtract(g, -1.0)
-            p.subtract(v, 0.5)
-
-def parameters(seed):
-    rng = np.random.default_rng(seed)
-    return [cp.asarray(rng.standard_normal(shape), np.float32) for shape in [(3, 2), (2,)]]
-
-def gradients(params, n, seed, mine=slice(None)):
-    rng = np.random.default_rng(seed)
-    x, y = rng.standard_normal((n, 3))[mine], rng.standard_normal((n, 2))[mine]
-    w, b = (p.get().astype(np.float64) for p in params)
-    error = 2 * (x @ w + b - y) / len(x)
-    return [cp.asarray(g, np.float32) for g in (x.T @ error, error.sum(0))]
-
-def place(x):
-    return x._memory.__array_interface__["data"][0]
-
-assert type(adapter_of(parameters(0)[0])).__name__ == "CupyAdapter"
-assert adapter_of(Momentum(parameters(0))) is adapter_of(parameters(0)[0])
-"""
-
-
-def ranks(code: str, np: int) -> Result:
-    places = [str(HERE / "cupy_stand_in"), str(SUPPORT), os.environ.get("PYTHONPATH", "")]
-    env = {"PYTHONPATH": os.pathsep.join(places), "HORO_LITE_NCCL_LIB": fake_nccl.compiled()}
-    # In a function, so that no array and its stream are left when Python ends.
-    code = f"def main():\n{indent(code, '    ')}\n\nmain()\nprint('done', rank)\n"
-    return run_ranks(START + code, np, env=env, timeout_s=120).check()
+    def step(self) -> None:
+        for (name, p), v in zip(self.params.items(), self.velocity, strict=True):
+            if self.grads.get(name) is not None:
+                v.subtract(v, 1 - self.momentum)
+                v.subtract(self.grads[name], -1.0)
+                p.subtract(v, self.lr)
 
 
 @pytest.mark.shows("eager", "in place", "fp16")
-@pytest.mark.parametrize("np", [2, 3])
-def test_training_is_that_of_one_process_on_the_whole_batch(np: int) -> None:
-    ranks(
-        """
-for compression, rtol in ((hvd.Compression.none, 1e-5), (hvd.Compression.fp16, 2e-3)):
-    params = parameters(seed=rank)
-    kept = [place(p) for p in params]
-    hvd.broadcast_parameters(params, root_rank=size - 1)
-    assert [place(p) for p in params] == kept
-    alone = Momentum(parameters(seed=size - 1))
-    assert all((p.get() == q.get()).all() for p, q in zip(params, alone.params))
+class TestCupy(Contract):
+    optimizers = ("momentum",)
+    dtypes = ("float64", "float16")
 
-    opt = hvd.DistributedOptimizer(Momentum(params), compression=compression)
-    copied = arrays.bytes_copied
-    for step in range(5):
-        n = 4 * size + 1
-        cuts = [0, 5, *range(9, n + 1, 4)]  # the first rank has one sample more
-        opt.grads = gradients(params, n, step, slice(cuts[rank], cuts[rank + 1]))
-        places, objects = [place(g) for g in opt.grads], list(opt.grads)
-        opt.step(weight=cuts[rank + 1] - cuts[rank])
-        assert [place(g) for g in opt.grads] == places
-        assert all(g is was for g, was in zip(opt.grads, objects))
-        alone.grads = gradients(alone.params, n, step)
-        alone.step()
-    assert arrays.bytes_copied == copied
-    off = 0.0
-    for p, q in zip(params, alone.params):
-        # Sums in another order, and rounded on the wire.
-        np.testing.assert_allclose(p.get(), q.get(), rtol=rtol, atol=rtol)
-        off = max(off, np.abs(p.get() - q.get()).max())
-    assert (off > 1e-5) == (compression is hvd.Compression.fp16), off
-    assert len(set(hvd.allgather_object(b"".join(p.get().tobytes() for p in params)))) == 1
-""",
-        np,
-    )
+    def run(self, check: Callable[[Group], None], size: int) -> None:
+        places = [STAND_IN, str(SUPPORT), os.environ.get("PYTHONPATH", "")]
+        env = {"PYTHONPATH": os.pathsep.join(places), "HORO_LITE_NCCL_LIB": fake_nccl.compiled()}
+        args = [__file__, type(self).__name__, check.__name__]
+        run_ranks(Path(contract.__file__), size, args=args, env=env, timeout_s=120).check()
 
+    def network(self, seed: int) -> Any:
+        rng = np.random.default_rng(seed)
+        shapes = {"w": (36, 5), "b": (5,)}
+        return Net({k: rng.standard_normal(s).astype("f") / 6 for k, s in shapes.items()})
 
-def test_what_travels_and_what_does_not() -> None:
-    ranks(
-        """
-x = cp.asarray([[1.0, 2.0], [3.0, 4.0]], np.float32)
-later = hvd.allreduce_async(x, op=hvd.Sum)
-for got in (hvd.allreduce(x.copy(), op=hvd.Sum), hvd.synchronize(later)):
-    assert type(got) is cp.ndarray and got.get().tolist() == [[2, 4], [6, 8]]
-rows = hvd.allgather(cp.asarray(np.full((rank + 1, 2), rank)))
-assert type(rows) is cp.ndarray and rows.get().tolist() == [[0, 0], [1, 1], [1, 1]]
-assert hvd.broadcast(cp.asarray([rank, 7.0]), 1).get().tolist() == [1, 7]
+    def parameters(self, values: Any) -> Any:
+        return Net(values)
 
-# In a thread that has not chosen a GPU, results are on the GPU of the inputs.
-import threading
-found = []
-def elsewhere():
-    found.append(hvd.allreduce(x, op=hvd.Sum))
-    found.append(hvd.allgather(x))
-    found.append(hvd.broadcast(x, 1))
-    found.append(hvd.synchronize(hvd.allreduce_async(x, op=hvd.Sum)))
-    found.append(adapter_of(x).zeros_like(x))
-    found.append(adapter_of(x).from_numpy(np.ones(2), x))
-    found.append(hvd.average_gradients([x, x if rank else None])[1])
-thread = threading.Thread(target=elsewhere)
-thread.start(), thread.join()
-assert len(found) == 7
-assert all(got.device == world.device.index for got in found), [got.device for got in found]
+    def arrays(self, net: Any) -> Any:
+        return net.params
 
-# A gradient that only one rank has counts as zeros on the other.
-opt = hvd.DistributedOptimizer(Momentum([cp.asarray(np.ones(2)), cp.asarray(np.ones(3))]))
-opt.grads = [cp.asarray([2.0, 4.0]), None if rank else cp.asarray([2.0, 4.0, 6.0])]
-opt.step()
-assert type(opt.grads[1]) is cp.ndarray and opt.grads[1].get().tolist() == [1, 2, 3]
-assert opt.params[1].get().tolist() == [0.5, 0, -0.5]
+    def optimizer(self, kind: str, net: Any) -> Any:
+        return Momentum(net, *((1.0, 0.0) if kind == "sgd" else (0.5, 0.5)))
 
-opt = hvd.DistributedOptimizer(Momentum([cp.asarray(np.ones(2)), cp.asarray(np.ones(3 + rank))]))
-opt.grads = [cp.asarray(np.ones(p.shape)) for p in opt.params]
-try:
-    opt.step()
-    raise SystemExit("stepped")
-except hvd.MismatchError as error:
-    assert "params[1]" in str(error) and "float64[3]" in str(error), error
-""",
-        2,
-    )
+    def wrap(self, net: Any, optimizer: Any, **options: Any) -> Any:
+        assert hvd.world().device.kind == "cuda"
+        adapter = adapter_of(next(iter(net.params.values())))
+        assert type(adapter).__name__ == "CupyAdapter"
+        if not isinstance(optimizer, hvd.DistributedOptimizer):
+            assert adapter_of(optimizer) is adapter
+        return hvd.DistributedOptimizer(optimizer, **options)
+
+    def gradients(self, net: Any, optimizer: Any, x: Any, y: Any) -> Any:
+        x, n = x.reshape(len(x), -1).astype(np.float64), len(x)
+        w, b = (p.get().astype(np.float64) for p in net.params.values())
+        error = (np.tanh(x @ w + b) - np.eye(5)[y]) / n
+        self.given(net, {"w": np.float32(x.T @ error), "b": np.float32(error.sum(0))})
+
+    def given(self, net: Any, gradients: Any) -> Any:
+        present = {name: g for name, g in gradients.items() if g is not None}
+        net.grads.clear()
+        net.grads.update({name: cp.asarray(g) for name, g in present.items()})
+
+    def array(self, x: Any) -> Any:
+        return cp.asarray(x)
+
+    def numpy(self, x: Any) -> Any:
+        return x.get()
+
+    def held(self, net: Any) -> Any:
+        return list(net.grads.values())
+
+    def place(self, gradient: Any) -> Any:
+        return id(gradient), gradient._memory.__array_interface__["data"][0]
+
+    def test_a_thread_that_has_not_chosen_a_gpu(self) -> None:
+        self.run(self.elsewhere, 2)
+
+    def elsewhere(self, group: Group) -> None:
+        """Results are on the GPU of the inputs."""
+        x = cp.asarray([[1.0, 2.0], [3.0, 4.0]], np.float32)
+        found: list[Any] = []
+
+        def call() -> None:
+            found.append(hvd.allreduce(x, op=hvd.Sum))
+            found.append(hvd.allgather(x))
+            found.append(hvd.broadcast(x, 1))
+            found.append(hvd.synchronize(hvd.allreduce_async(x, op=hvd.Sum)))
+            found.append(adapter_of(x).zeros_like(x))
+            found.append(adapter_of(x).from_numpy(np.ones(2), x))
+            found.append(hvd.average_gradients([x, x if group.rank else None])[1])
+
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+        assert len(found) == 7
+        here = hvd.world().device.index
+        assert all(got.device == here for got in found), [got.device for got in found]
+        assert found[3].get().tolist() == [[2, 4], [6, 8]]

@@ -37,6 +37,10 @@ class Device(int):
     def __exit__(self, *_: object) -> None:
         _local.current = _local.outer.pop()
 
+    def use(self) -> None:
+        """Make it this thread's."""
+        _local.current = self
+
 
 _local = threading.local()
 
@@ -82,6 +86,7 @@ def zeros_like(x: ndarray, order: str) -> ndarray:
 
 
 cuda = SimpleNamespace(
+    Device=Device,
     get_current_stream=lambda device: SimpleNamespace(ptr=fake_device.stream().handle),
     ExternalStream=lambda stream, device: nullcontext(),
 )
