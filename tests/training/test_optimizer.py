@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from contract import Contract
 from launch import run_threads
 from worlds import on_ranks
 
@@ -94,22 +95,49 @@ def close(net: dict[str, Parameter], expected: dict[str, Any]) -> bool:
     return all(np.allclose(net[name].data, expected[name], rtol=1e-12) for name in expected)
 
 
-@pytest.mark.shows("eager")
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_shards_give_what_one_process_gives_on_the_whole(size: int) -> None:
-    def rank(group: Group) -> dict[str, Any]:
-        net = network()
-        optimizer = DistributedOptimizer(Momentum(net), group=group)
-        for step in range(4):
-            optimizer.zero_grad()
-            x, y = samples(12, step)
-            backward(net, x[group.rank :: size], y[group.rank :: size])
-            assert optimizer.step() == "stepped"
-        assert close(net, alone(4))
-        return {name: p.data.tobytes() for name, p in net.items()}
+@pytest.mark.shows("eager", "in place", "fp16")
+class TestHomeMade(Contract):
+    threads = True
+    optimizers = ("momentum",)
+    dtypes = ("float64", "float16")
 
-    results = run_threads(size, rank)
-    assert all(result == results[0] for result in results)
+    def network(self, seed: int) -> Any:
+        rng = np.random.default_rng(seed)
+        shapes = {"w": (36, 5), "b": (5,)}
+        return self.parameters({k: rng.standard_normal(x).astype("f") for k, x in shapes.items()})
+
+    def parameters(self, values: Any) -> Any:
+        net = {name: Parameter(0) for name in values}
+        for name, x in values.items():
+            net[name].data = x.copy()
+        return net
+
+    def arrays(self, net: Any) -> Any:
+        return net
+
+    def optimizer(self, kind: str, net: Any) -> Any:
+        return Momentum(net, lr=1.0 if kind == "sgd" else 0.1)
+
+    def gradients(self, net: Any, optimizer: Any, x: Any, y: Any) -> Any:
+        x = x.reshape(len(x), -1)
+        error = (np.tanh(x @ net["w"].data + net["b"].data) - np.eye(5)[y]) / len(x)
+        self.given(net, {"w": np.float32(x.T @ error), "b": np.float32(error.sum(0))})
+
+    def given(self, net: Any, gradients: Any) -> Any:
+        for name, p in net.items():  # copies, since averages are written into them
+            p.grad = None if gradients[name] is None else gradients[name].copy()
+
+    def array(self, x: Any) -> Any:
+        return x
+
+    def numpy(self, x: Any) -> Any:
+        return x.data if isinstance(x, Parameter) else x
+
+    def held(self, net: Any) -> Any:
+        return [p.grad for p in net.values()]
+
+    def place(self, gradient: Any) -> Any:
+        return id(gradient), gradient.ctypes.data
 
 
 def test_uneven_shards_with_weights() -> None:
