@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from launch import SUPPORT, TESTS, RanksFailedError, run_ranks, run_threads
+from contract import Contract
+from launch import SUPPORT, TESTS, run_ranks, run_threads
 
 REAL = os.environ.get("HORO_LITE_TEST_SINGA", "")  # see singa_mended.py
 STAND_IN = Path(__file__).with_name("stand_ins")
@@ -55,34 +56,63 @@ def new(array: Any, name: str | None = None) -> tensor.Tensor:
     return t
 
 
-@pytest.fixture
-def given(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make losses lists of (parameter, gradient as numbers), in the order of backward()."""
+_backward = autograd.backward
 
-    def backward(loss: Any) -> Iterator[tuple[tensor.Tensor, tensor.Tensor]]:
+
+def backward(loss: Any) -> Iterator[tuple[tensor.Tensor, tensor.Tensor]]:
+    """Take lists of (parameter, gradient as numbers) as losses, too."""
+    if isinstance(loss, tensor.Tensor):
+        yield from _backward(loss)
+    else:
         for p, g in loss:
             yield p, new(g)
 
-    monkeypatch.setattr(autograd, "backward", backward)
+
+autograd.backward = backward
 
 
 # DistributedOptimizer.
 
 
-@pytest.mark.shows("eager")
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_shards_give_what_one_process_gives_on_the_whole(size: int) -> None:
-    def rank(group: Group) -> list[bytes]:
-        net = network()
-        optimizer = hvd.DistributedOptimizer(sgd(), group=group)
-        for step in range(N_STEPS):
-            x, y = (a[group.rank :: size] for a in samples(step))
-            optimizer.backward_and_update(mean_loss(net, x, y), threshold=[10, 10**6][step % 2])
-        assert close(net, alone())
-        return [a.tobytes() for a in values(net).values()]
+@pytest.mark.shows("eager", "fp16")
+class TestSinga(Contract):
+    threads = True
+    face = hvd
+    optimizers = ("momentum",)
+    has_class = False
+    test_a_second_wrapper_does_not_change_the_first = None  # it takes no op=
 
-    results = run_threads(size, rank)
-    assert all(result == results[0] for result in results)
+    def network(self, seed: int) -> Any:
+        rng = np.random.default_rng(seed)
+        shapes = {"w0": (36, 6), "b0": (6,), "w1": (6, 5), "w2": (5, 5)}
+        return {name: new(rng.standard_normal(s) / 4, name) for name, s in shapes.items()}
+
+    def parameters(self, values: Any) -> Any:
+        return {name: new(x, name) for name, x in values.items()}
+
+    def arrays(self, net: Any) -> Any:
+        return net
+
+    def optimizer(self, kind: str, net: Any) -> Any:
+        return opt.SGD(lr=1.0) if kind == "sgd" else sgd()
+
+    def wrap(self, net: Any, optimizer: Any, **options: Any) -> Any:
+        return hvd.DistributedOptimizer(optimizer, parameters=net, **options)
+
+    def gradients(self, net: Any, optimizer: Any, x: Any, y: Any) -> Any:
+        return mean_loss(net, x.reshape(len(x), -1), y.astype(np.int32))
+
+    def given(self, net: Any, gradients: Any) -> Any:
+        return [(net[name], g) for name, g in gradients.items() if g is not None]
+
+    def step(self, net: Any, optimizer: Any, gradients: Any, **weight: float) -> None:
+        optimizer(gradients, **weight)
+
+    def array(self, x: Any) -> Any:
+        return new(x)
+
+    def numpy(self, x: Any) -> Any:
+        return tensor.to_numpy(x)
 
 
 def test_uneven_shards_with_weights_and_a_rank_without_samples() -> None:
@@ -134,7 +164,6 @@ def test_buckets_leave_before_the_last_gradient_has_come(
         assert mine.index("sends w2") < mine.index("w0")
 
 
-@pytest.mark.usefixtures("given")
 def test_a_missing_gradient_counts_as_zeros_and_one_that_nobody_has_is_left_alone() -> None:
     def rank(group: Group) -> None:
         a, b, c = (new([1, 1], name) for name in "abc")
@@ -147,33 +176,17 @@ def test_a_missing_gradient_counts_as_zeros_and_one_that_nobody_has_is_left_alon
     run_threads(2, rank)
 
 
-@pytest.mark.usefixtures("given")
-def test_ranks_with_different_gradients_are_told() -> None:
-    def shapes(group: Group) -> None:
+def test_ranks_with_another_sparsity_are_told() -> None:
+    def rank(group: Group) -> None:
         optimizer = hvd.DistributedOptimizer(opt.SGD(), group=group)
-        n = 2 + group.rank // 2
-        optimizer([(new(np.ones(3), "bias"), np.ones(3)), (new(np.ones(n), "kernel"), np.ones(n))])
+        with pytest.raises(MismatchError, match=r"spars 0\.6"):
+            optimizer.backward_and_sparse_update(
+                [(new([1, 2], "kernel"), [1, 2])], spars=0.5 if group.rank < 2 else 0.6
+            )
 
-    def names(group: Group) -> None:
-        optimizer = hvd.DistributedOptimizer(opt.SGD(), group=group)
-        loss = [(new([1], "bias"), [1]), (new([1], "kernel"), [1])]
-        optimizer(loss[: 2 - group.rank // 2])
-
-    def sparsity(group: Group) -> None:
-        optimizer = hvd.DistributedOptimizer(opt.SGD(), group=group)
-        loss = [(new([1, 2], "kernel"), [1, 2])]
-        optimizer.backward_and_sparse_update(loss, spars=0.5 if group.rank < 2 else 0.6)
-
-    for case, words in ((shapes, "kernel"), (names, "kernel"), (sparsity, "spars 0.6")):
-        with pytest.raises(RanksFailedError) as failed:
-            run_threads(3, case)
-        assert len(failed.value.errors) == 3
-        for error in failed.value.errors.values():
-            assert isinstance(error, MismatchError)
-            assert words in str(error)
+    run_threads(3, rank)
 
 
-@pytest.mark.usefixtures("given")
 def test_nothing_of_a_failed_step_is_left_for_the_next() -> None:
     def rank(group: Group) -> None:
         a, b = new([0], "a"), new([0, 0], "b")
@@ -186,7 +199,6 @@ def test_nothing_of_a_failed_step_is_left_for_the_next() -> None:
     run_threads(2, rank)
 
 
-@pytest.mark.usefixtures("given")
 def test_a_backward_pass_that_raises_half_way_leaves_nothing_in_flight() -> None:
     def rank(group: Group) -> None:
         a, b = new([0], "a"), new([0, 0], "b")
@@ -207,7 +219,6 @@ def test_a_backward_pass_that_raises_half_way_leaves_nothing_in_flight() -> None
     run_threads(2, rank)
 
 
-@pytest.mark.usefixtures("given")
 def test_a_parameter_that_turns_up_late_is_an_error_that_says_what_to_do() -> None:
     a, b = new([1], "a"), new([1], "b")
 
@@ -319,7 +330,6 @@ def test_accumulated_and_clipped_gradients_are_those_of_the_whole_batch(by_hand:
 
 
 @pytest.mark.shows("fp16")
-@pytest.mark.usefixtures("given")
 def test_halves_are_scaled_and_clipped() -> None:
     small, large = np.full(1024, 3e-8), np.full(1024, 2e6)
 
@@ -336,17 +346,13 @@ def test_halves_are_scaled_and_clipped() -> None:
     run_threads(2, rank)
 
 
-@pytest.mark.shows("fp16")
-@pytest.mark.parametrize("method", ["backward_and_update_half", "backward_and_update"])
-def test_halves_travel(method: str) -> None:
+def test_halves_travel() -> None:
     def rank(group: Group) -> None:
         net = network()
-        compression = hvd.Compression.fp16 if method == "backward_and_update" else None
-        options = {"compression": compression} if compression else {}
-        optimizer = hvd.DistributedOptimizer(sgd(), group=group, **options)
+        optimizer = hvd.DistributedOptimizer(sgd(), group=group)
         for step in range(N_STEPS):
             x, y = (a[group.rank :: 2] for a in samples(step))
-            getattr(optimizer, method)(mean_loss(net, x, y))
+            optimizer.backward_and_update_half(mean_loss(net, x, y))
         assert not close(net, alone())  # so they were rounded
         for name, array in values(net).items():
             assert np.allclose(array, alone()[name], atol=2e-3)  # four steps of 2^-11 of gradients
@@ -390,7 +396,6 @@ def test_partial_updates_average_one_part_after_the_other() -> None:
 # Sparse updates: only the large elements of gradients.
 
 
-@pytest.mark.usefixtures("given")
 @pytest.mark.parametrize("corr", [True, False])
 @pytest.mark.parametrize(
     ("options", "sent"),
@@ -429,7 +434,6 @@ def test_what_travels_is_summed_exactly_and_the_rest_is_kept(
     run_threads(2, rank)
 
 
-@pytest.mark.usefixtures("given")
 def test_nan_is_not_kept_back() -> None:
     def rank(group: Group) -> None:
         a = new([0, 0, 0], "a")
@@ -738,28 +742,6 @@ def test_the_generic_functions_know_tensors_models_and_optimizers() -> None:
                 function(sgd(), group=group)
 
     run_threads(3, rank)
-
-
-def test_an_optimizers_state_is_that_of_the_root() -> None:
-    def rank(group: Group) -> None:
-        net, inner = network(), sgd()
-        if group.rank == 1:
-            for step in range(2):
-                inner(mean_loss(network(), *samples(step)))
-        hvd.broadcast_optimizer_state(inner, root_rank=1, group=group)
-        optimizer = hvd.DistributedOptimizer(inner, group=group)
-        for step in range(2, 4):
-            optimizer(mean_loss(net, *(a[group.rank :: 2] for a in samples(step))))
-
-        expected, one = network(), sgd()
-        for step in range(2):
-            one(mean_loss(network(), *samples(step)))
-        for step in range(2, 4):
-            one(mean_loss(expected, *samples(step)))
-        assert close(net, values(expected))
-        assert tensor.to_numpy(inner.step_counter)[0] == 4
-
-    run_threads(2, rank)
 
 
 # Real processes.
