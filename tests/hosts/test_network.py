@@ -14,10 +14,10 @@ import pytest
 from network import INTERFACE, Host, Network, no_flow_limits, unavailable
 
 pytestmark = [
-    pytest.mark.two_at_a_time,
     pytest.mark.launches,
     pytest.mark.skipif(bool(unavailable()), reason=unavailable()),
 ]
+measures = pytest.mark.two_at_a_time
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 N_BYTES = 1_000_000
@@ -76,6 +76,7 @@ def seconds_to_send(hosts: Sequence[Host], n_flows: int = 1, n_bytes: int = N_BY
     return float(seconds)
 
 
+@measures
 def test_a_link_is_not_faster_than_its_rate() -> None:
     with Network(2, rate_mbit=10) as network:
         limited_s = seconds_to_send(network.hosts)
@@ -85,6 +86,7 @@ def test_a_link_is_not_faster_than_its_rate() -> None:
         assert min(seconds_to_send(network.hosts) for _ in range(3)) < limited_s
 
 
+@measures
 @pytest.mark.skipif(bool(no_flow_limits()), reason=f"no limits for a flow: {no_flow_limits()}")
 def test_flows_have_limits_of_their_own() -> None:
     with Network(2, rate_mbit=400, flow_mbit=20) as network:
@@ -180,6 +182,7 @@ print(min(seconds))
 """
 
 
+@measures
 def test_a_message_takes_as_long_as_the_link_is_said_to_take() -> None:
     with Network(3, rate_mbit=100, delay_ms=20) as network:
         answers = python(network.hosts[0], ANSWER)
@@ -201,6 +204,7 @@ def packets_sent_again(host: Host) -> int:
     return int(values[names.index("RetransSegs")])
 
 
+@measures
 def test_what_is_lost_is_sent_again() -> None:
     with Network(2, rate_mbit=100, loss=0.1) as network:
         seconds_to_send(network.hosts)
@@ -221,6 +225,7 @@ def test_a_host_finds_another_however_much_is_lost() -> None:
     assert f"{network.hosts[1].address} dev {INTERFACE} lladdr" in found
 
 
+@measures
 def test_a_link_with_a_delay_loses_nothing_where_two_hosts_send_to_one() -> None:
     """Packets arrive at twice the link's rate, and wait in its queue, which holds 4 MiB."""
     with Network(3, rate_mbit=100, delay_ms=5) as network:
@@ -234,6 +239,7 @@ def test_a_link_with_a_delay_loses_nothing_where_two_hosts_send_to_one() -> None
         assert sum(map(packets_sent_again, sources)) < 0.005 * 4 * N_BYTES / 1448
 
 
+@measures
 def test_a_link_with_a_delay_is_cut_and_nothing_is_left() -> None:
     with Network(2, delay_ms=1) as network:
         network.cut(network.hosts[1])
