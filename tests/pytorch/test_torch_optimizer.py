@@ -1461,6 +1461,31 @@ def test_adasum_of_sparse_gradients_is_an_error_on_all_ranks() -> None:
     assert "sparse_as_dense=True" in fails_alike(2, rank, ValueError)
 
 
+def test_all_ranks_skip_the_step_that_overflows_on_one() -> None:
+    def rank(group: Group) -> Any:
+        net = network().float()
+        optimizer = wrap(sgd(net), group, net)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        skipped = []
+        for step in range(4):
+            x, y = samples(step + group.rank)
+            optimizer.zero_grad()
+            loss = loss_of(net, x.float(), y)
+            if step == 1 and group.rank == 1:
+                loss = loss * float("inf")
+            scaler.scale(loss).backward()
+            before = net[0].weight.detach().clone()
+            scaler.step(optimizer)
+            skipped.append(torch.equal(before, net[0].weight))
+            scaler.update()
+        return skipped, scaler.get_scale(), net
+
+    (first, scale, a), (second, other_scale, b) = run_threads(2, rank)
+    assert first == second == [False, True, False, False]
+    assert scale == other_scale == 2.0
+    assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
 # Errors.
 
 
