@@ -104,20 +104,20 @@ def be_late(operation, phase, how, operate, transport, notes):
         from horo_lite import context  # the envelope is sent at once, its data late
 
         channel = context.messages()._mailbox.channel
-        real_exchange = channel.exchange
+        real_start = channel.start
 
         def late(*messages):
             sent = []
 
-            def start():
+            def start_late():
                 wait_until_ended()
-                sent.append(real_exchange(*messages))
+                sent.append(real_start(*messages))
 
-            threads.append(threading.Thread(target=start))
+            threads.append(threading.Thread(target=start_late))
             threads[0].start()
             return lambda: bool(sent) and sent[0]()
 
-        channel.exchange = late
+        channel.start = late
     else:
         name = {"allgather_object": "allgather"}.get(operation, operation)
         setattr(transport, name, later(getattr(transport, name)))
