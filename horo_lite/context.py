@@ -64,8 +64,7 @@ class World:
         cross_size: The number of hosts with a rank of this `local_rank`.
         device: This rank's device.
         homogeneous: Whether every host has the same number of ranks.
-        thread_multiple: Whether any thread may call MPI: always True between hosts, which need it,
-            and where `init()` has not initialised it.
+        thread_multiple: Whether any thread may call MPI: always True between hosts, which need it.
         group: The group of all ranks.
         cores: How many of its host's cores this rank has to itself: its share of those that it may
             use, within the limit of the control group.

@@ -517,11 +517,6 @@ class Messages:
         return number
 
 
-def are_in_flight() -> bool:
-    """Return whether others may still have to fetch large messages of worlds that have ended."""
-    return bool(_kept)
-
-
 def _tag(tag: Any) -> int:
     number = arguments.integer("tag", tag)
     if not -(1 << 63) <= number < 1 << 63:

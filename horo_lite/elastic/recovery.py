@@ -38,7 +38,7 @@ from horo_lite.errors import (
 )
 from horo_lite.start.ending import end_this_rank, others_go_on
 from horo_lite.start.launcher import is_fault_tolerant
-from horo_lite.start.session import abandon, communicator, renew, started_by_mpi
+from horo_lite.start.session import abandon, communicator, renew
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -110,7 +110,7 @@ def run(train: Any = None, *, min_size: int = 1, max_size: int | None = None) ->
 
 def survives(checkpoint: str | None) -> bool:
     """Return whether the remaining ranks of this world can continue without a rank."""
-    if not started_by_mpi():
+    if communicator() is None:
         if size() > 1 and rank() == 0 and not checkpoint:
             warn(
                 "MPI did not start this job, so elastic.run cannot continue without ranks "

@@ -252,7 +252,7 @@ def peers(wanted: bool) -> Iterator[list[Callable[[Case], list[Way]]]]:
     if not wanted:
         yield []
         return
-    comm = session.communicator_of_program()
+    comm = session.communicator()
     found: list[Callable[[Case], list[Way]]] = []
     if comm is not None:
         found.append(lambda case: mpi(case, comm))

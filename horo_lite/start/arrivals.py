@@ -1,44 +1,22 @@
-"""The processes of this job on this host, as /proc shows them, and which are in init().
+"""Which ranks of this host have not called init(), for reports while MPI is not yet initialised.
 
-A rank that is in init() has an unnamed file open, its mark, which others of the same user see in
-/proc. They find its process by the launcher's variables.
+A rank that is in init() has an unnamed file open, which others of the same user see in /proc. They
+find its process by the launcher's variables.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
 from collections.abc import Iterator, Mapping
-from enum import Enum
 from pathlib import Path
 from typing import NamedTuple
 
 from horo_lite.errors import ranks_in_words
 from horo_lite.start import launcher
 
+_MARK = "horo_lite: in init()"
 _STACKS = "its Python stacks are shown by `py-spy dump --pid"
-
-
-class Mark(Enum):
-    """What a mark says about its process, as a part of the file's name."""
-
-    IN_INIT = "in init()"
-    BOARD = "board"
-    """It has called init(), and is one of `HostRanks`."""
-
-    def make(self) -> int:
-        """Return the descriptor of a new mark of this process.
-
-        Raises:
-            OSError: There is no free descriptor.
-        """
-        # With the number, since forked children have the file, too.
-        return os.memfd_create(f"{_PREFIX}{self.value} {os.getpid()}")
-
-
-_PREFIX = "horo_lite: "
-_LINK = re.compile(rf"/memfd:{_PREFIX}(.*) (\d+) \(deleted\)")
 
 
 @contextlib.contextmanager
@@ -46,7 +24,7 @@ def in_init() -> Iterator[None]:
     """Show the other ranks of this host, inside the block, that this one is in init()."""
     with contextlib.ExitStack() as until_over:
         with contextlib.suppress(OSError):  # no free descriptor: the next file will raise an error
-            until_over.callback(os.close, Mark.IN_INIT.make())
+            until_over.callback(os.close, os.memfd_create(_MARK))
         yield
 
 
@@ -59,10 +37,10 @@ def late(always: bool = False) -> str:
     """
     environ = _environ(os.getpid())
     own = launcher.detect(environ)
-    everyone = ranks_of_this_host()
+    everyone = _ranks_of_this_host()
     if own is None or own.rank not in everyone:
         return some_ranks()
-    there = [rank for rank, processes in everyone.items() if any(p.marks for p in processes)]
+    there = [rank for rank, processes in everyone.items() if any(p.is_in_init for p in processes)]
     if own.rank != min(there, default=own.rank) and not always:
         return ""
     if missing := sorted(everyone.keys() - there):
@@ -72,7 +50,7 @@ def late(always: bool = False) -> str:
             f"{who}, which {'have' if missing[1:] else 'has'} not called init() yet. Look there "
             f"for a slow import, data that is still being loaded, or an error: {_STACKS} {pids[0]}`"
         )
-    n_started = n_ranks_here(environ)
+    n_started = _n_started(environ)
     if n_started is not None and n_started > len(everyone):
         if n_started == own.size:
             who = ranks_in_words(sorted(set(range(n_started)) - everyone.keys()))
@@ -92,25 +70,22 @@ def some_ranks(always: bool = False) -> str:
     )
 
 
-class Process(NamedTuple):
+class _Process(NamedTuple):
     """A process that may be a rank; the least one is the most likely."""
 
     runs_other_program: bool
     depth: int
     """The number of levels below the launcher's process."""
     pid: int
-    marks: Mapping[Mark, int]
-    """Its marks, with the descriptor of each."""
+    is_in_init: bool
 
 
-def ranks_of_this_host() -> dict[int, list[Process]]:
+def _ranks_of_this_host() -> dict[int, list[_Process]]:
     """Return the processes of each rank of this job that this user may inspect."""
     own = _job_and_depth(os.getpid())
-    everyone: dict[int, list[Process]] = {}
-    for name in os.listdir("/proc") if own is not None else ():
-        if not name.isdigit():
-            continue
-        pid = int(name)
+    everyone: dict[int, list[_Process]] = {}
+    for folder in Path("/proc").glob("[0-9]*") if own is not None else ():
+        pid = int(folder.name)
         launch = launcher.detect(_environ(pid))
         if launch is None or launch.rank is None:
             continue
@@ -118,18 +93,17 @@ def ranks_of_this_host() -> dict[int, list[Process]]:
         if found is None or own is None or found[0] != own[0]:
             continue
         with contextlib.suppress(OSError):  # it may have ended
-            other = os.readlink(f"/proc/{pid}/exe") != os.readlink("/proc/self/exe")
-            process = Process(other, found[1], pid, dict(_marks(pid)))
+            other = os.readlink(folder / "exe") != os.readlink("/proc/self/exe")
+            is_in_init = any(_is_mark(link) for link in (folder / "fd").iterdir())
+            process = _Process(other, found[1], pid, is_in_init)
             everyone.setdefault(launch.rank, []).append(process)
     return everyone
 
 
-def _marks(pid: int) -> Iterator[tuple[Mark, int]]:
-    for descriptor in os.listdir(f"/proc/{pid}/fd"):
-        with contextlib.suppress(OSError, ValueError):  # it may have been closed
-            found = _LINK.fullmatch(os.readlink(f"/proc/{pid}/fd/{descriptor}"))
-            if found is not None and int(found[2]) == pid:
-                yield Mark(found[1]), int(descriptor)
+def _is_mark(link: Path) -> bool:
+    with contextlib.suppress(OSError):  # it may have been closed
+        return _MARK in os.readlink(link)
+    return False
 
 
 def launcher_process() -> int | None:
@@ -139,11 +113,6 @@ def launcher_process() -> int | None:
     """
     found = _job_and_depth(os.getpid())
     return None if found is None else found[0][1]
-
-
-def may_inspect(pid: int) -> bool:
-    """Return whether this process may see the environment and the files of that one."""
-    return bool(_environ(pid))
 
 
 def _job_and_depth(pid: int) -> tuple[tuple[object, int], int] | None:
@@ -175,13 +144,12 @@ def _job(environ: Mapping[str, str]) -> tuple[str | None, ...] | None:
 def _environ(pid: int) -> dict[str, str]:
     """Return the environment with which a process was started; empty if it cannot be read."""
     with contextlib.suppress(OSError):
-        with open(f"/proc/{pid}/environ", "rb", buffering=0) as file:
-            texts = os.fsdecode(file.read()).split("\0")
+        texts = os.fsdecode(Path(f"/proc/{pid}/environ").read_bytes()).split("\0")
         return {name: value for name, _, value in (text.partition("=") for text in texts)}
     return {}
 
 
-def n_ranks_here(environ: Mapping[str, str]) -> int | None:
+def _n_started(environ: Mapping[str, str]) -> int | None:
     """Return how many ranks the launcher has started on this host; None if unknown."""
     counts = (environ.get(key, "") for key in ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"))
     return next((int(count) for count in counts if count.isdigit()), None)

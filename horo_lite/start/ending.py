@@ -50,6 +50,8 @@ _LIBRARIES = ("/site-packages/", "/dist-packages/", str(Path(os.__file__).parent
 # Errors for which one rank's traceback is sufficient.
 _ON_EVERY_RANK = (MismatchError, DriftError, NonFiniteError, AllocationError, StallError)
 
+# After an abort, a launcher kills its ranks within milliseconds.
+_KILLED_WITHIN_S = 2.0
 # How long a rank waits for the one that reports to end the job, which may write to a slow disk.
 _REPORT_S = 30.0
 
@@ -67,11 +69,10 @@ def install(rank: int, size: int, MPI: Any) -> None:
     Args:
         rank: This rank's number.
         size: The number of ranks.
-        MPI: mpi4py.MPI; None if it does not connect the ranks: then each rank ends itself, which
-            those that wait for it detect, and most launchers.
+        MPI: mpi4py.MPI; None if it did not start the world: then each rank ends itself, and those
+            that wait for it detect that.
     """
     global _launcher_end
-    atexit.unregister(_at_exit_without_init)
     _install_hooks(rank, size, MPI)
     if _launcher_end is None:
         _launcher_end = LauncherEnd(_on_launcher_end)
@@ -321,10 +322,9 @@ class _Hooks:
 
     def abort(self, status: int) -> None:
         """Have the launcher kill all ranks, if possible; otherwise end this one."""
-        if self.MPI is None:
+        if self.MPI is None and not self.transports and launcher.hydra() is not None:
             launcher.abort_hydra(status)
-            os._exit(status)
-        elif self._is_alone or self._is_last():
+        elif self.MPI is None or self._is_alone or self._is_last():
             os._exit(status)
         elif launcher.is_fault_tolerant(os.environ):
             if self._may_call_mpi():
@@ -338,7 +338,7 @@ class _Hooks:
             self.MPI.COMM_WORLD.Abort(status)
             # MPICH's Abort returns, and the launcher kills this process, if it can reach it: a host
             # that is disconnected from it would otherwise wait for it in MPI_Finalize forever.
-            time.sleep(launcher.KILLED_WITHIN_S)
+            time.sleep(_KILLED_WITHIN_S)
             os._exit(status)
 
     def _may_call_mpi(self) -> bool:

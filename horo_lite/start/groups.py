@@ -128,7 +128,7 @@ def world_ranks_of(members: Any) -> list[int]:
         return [0] * members.size
     if not session.started_by_mpi():
         raise ValueError("MPI did not start this world, so a communicator cannot be a part of it")
-    everyone = session.communicator_of_program().Get_group()
+    everyone = comm.Get_group()
     ranks = [int(rank) for rank in members.Translate_ranks(None, everyone)]
     everyone.Free()
     if not set(ranks) <= set(range(world.size)):

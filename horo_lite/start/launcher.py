@@ -5,12 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
-
-from horo_lite.errors import LauncherError
 
 # A secret in the environment of a job's ranks, with which they sign what they write.
 JOB_TOKEN = "HORO_LITE_JOB_TOKEN"
@@ -18,7 +15,6 @@ TORCHRUN = "torchrun"
 SLURM = "Slurm"
 # A variable that children inherit: the process that is the rank, and its place in the job.
 RANK_PROCESS = "HORO_LITE_RANK_PROCESS"
-KILLED_WITHIN_S = 2.0  # after an abort; launchers kill their ranks within milliseconds
 NO_PROC = (
     "/proc is not mounted. MPI needs it, and so do the ranks of a host, which find each other's "
     "processes and memory there; only a single rank works without it. As root: mount -t proc proc "
@@ -69,21 +65,15 @@ def mark_rank() -> None:
     os.environ[RANK_PROCESS] = f"{os.getpid()} {_place(os.environ)}"
 
 
-def refuse_descendant(environ: Mapping[str, str]) -> None:
-    """Raise LauncherError if this process is not the rank `environ` describes, but its descendant.
+def inherited_from(environ: Mapping[str, str]) -> int | None:
+    """Return the process that is the rank `environ` describes, if this one is only its descendant.
 
-    It would take the rank's place. A process that another launcher started has another place, or is
-    a child of that launcher.
+    A process that another launcher started has another place, or is a child of that launcher.
     """
     pid, _, place = environ.get(RANK_PROCESS, "").partition(" ")
-    if pid and int(pid) != os.getpid() and place == _place(environ) and hydra() is None:
-        raise LauncherError(
-            f"process {os.getpid()} is not a rank: it has inherited the launcher's variables "
-            f"from process {pid}, which is. If a data loader's worker, or another child that "
-            "multiprocessing spawns, has run the script again, put the training code behind "
-            "if __name__ == '__main__':. To run another program as a single rank, give it an "
-            "environment without OMPI_*, PMIX_* and PMI_*"
-        )
+    if not pid or int(pid) == os.getpid() or place != _place(environ) or hydra() is not None:
+        return None
+    return int(pid)
 
 
 def _place(environ: Mapping[str, str]) -> str:
@@ -130,9 +120,7 @@ def abort_hydra(status: int) -> None:
     """Request that MPICH's launcher kills all ranks, like MPI_Abort, but without MPI."""
     descriptor = hydra()
     if descriptor is not None:
-        with contextlib.suppress(OSError):
-            os.write(descriptor, f"cmd=abort exitcode={status}\n".encode())
-            time.sleep(KILLED_WITHIN_S)
+        os.write(descriptor, f"cmd=abort exitcode={status}\n".encode())
 
 
 def is_known_mismatch(launcher: str, library: str) -> bool:

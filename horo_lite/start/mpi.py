@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import ctypes
 import os
+import re
 import shutil
 import sys
 import threading
@@ -14,18 +15,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from horo_lite import messages
 from horo_lite.errors import LauncherError, PeerLostError, StallError, ranks_in_words
 from horo_lite.start import arrivals, ending
-from horo_lite.start.host_ranks import HostRanks
 from horo_lite.start.launcher import (
     SLURM,
     Launch,
     abort_hydra,
+    inherited_from,
     is_fault_tolerant,
     is_known_mismatch,
     mark_rank,
-    refuse_descendant,
 )
 from horo_lite.transports.mpi.carrier import MpiCarrier
 from horo_lite.transports.mpi.start_barrier import Patience, StartBarrier, wait_for_first
@@ -86,6 +85,9 @@ def duplicate(comm: Any, warn_s: float, abort_s: float) -> Any:
     """
     barrier = StartBarrier.of(comm)
     if barrier is None:
+        # After mpi4py was imported, so that it runs before MPI is finalised.
+        if not StartBarrier.made:
+            atexit.register(_end)
         is_everyone = comm == sys.modules["mpi4py.MPI"].COMM_WORLD
         late = arrivals.late if is_everyone else arrivals.some_ranks
         wait_for_first(comm, warn_s, abort_s, late)
@@ -132,39 +134,35 @@ def failing_together(comm: Any) -> Iterator[None]:
         ) from error
 
 
-def end() -> None:
-    """Tell ranks that call init() again that this one never will; leave MPI no messages.
-
-    Called at the end of the program, before MPI is finalised.
-    """
-    jobs = [one for one in (*StartBarrier.made, HostRanks.made) if one and one.is_usable()]
-    for job in jobs:
-        job.end(ending.reason())
-    if not jobs or not _finalizes:
+def _end() -> None:
+    """Tell ranks that call init() again that this one never will; leave MPI no messages."""
+    barriers = [one for one in StartBarrier.made if one.is_usable()]
+    for barrier in barriers:
+        barrier.end(ending.reason())
+    if not barriers or not _finalizes:
         return
-    # The launcher must not kill peers that still have to report why this rank ends. They may also
-    # have to fetch large messages from it. And UCX, which MPICH uses, warns of every message that
-    # has not been received when MPI ends. The last message of a peer reports its end. Peers that
-    # run for longer, for which MPI_Finalize waits, are told that they need not send one.
+    # UCX, which MPICH uses, warns of every message that has not been received when MPI ends. The
+    # last message of a peer reports its end. Peers that run for longer, for which MPI_Finalize
+    # waits, are told that they need not send one.
     # A rank that has failed waits for its peers, but only for a time: in an MPI call of the program
     # itself, they would never learn of the failure. Survivors of a rank's death do not wait.
     fails = ending.exits_with_failure() and not is_fault_tolerant(os.environ)
     wait_s = _GRACE_S if fails else _LAST_MESSAGES_S
     until = time.monotonic() + wait_s
     while True:
-        everyone = all([one.all_ended() for one in jobs])  # noqa: C419  each receives
+        everyone = all([one.all_ended() for one in barriers])  # noqa: C419  each receives
         MpiCarrier.drain()
-        if everyone or (time.monotonic() > until and (fails or not messages.are_in_flight())):
+        if everyone or time.monotonic() > until:
             break
         time.sleep(1e-3)
     if fails and not everyone:
-        ranks = sorted({rank for one in jobs for rank in one.going_on()})
+        ranks = sorted({rank for one in barriers for rank in one.going_on()})
         ending.end_job_after_exit(
             f"{wait_s:g} s later {ranks_in_words(ranks)} still run{'s' * (len(ranks) < 2)} (in an "
             "MPI call of the program itself? It does not detect that a rank has ended)"
         )
-    for job in jobs:
-        job.go()
+    for barrier in barriers:
+        barrier.go()
 
 
 def load(launch: Launch | None, warn_s: float = 0.0, abort_s: float = 0.0) -> Any:
@@ -199,7 +197,15 @@ def load(launch: Launch | None, warn_s: float = 0.0, abort_s: float = 0.0) -> An
     if not MPI.Is_initialized():
         if launch and is_known_mismatch(launch.name, MPI.Get_library_version()):
             raise _mismatch(launch, MPI.Get_library_version())
-        refuse_descendant(os.environ)
+        rank_process = inherited_from(os.environ)
+        if rank_process is not None:  # MPI_Init would take that process's place
+            raise LauncherError(
+                f"process {os.getpid()} is not a rank: it has inherited the launcher's variables "
+                f"from process {rank_process}, which is. If a data loader's worker, or another "
+                "child that multiprocessing spawns, has run the script again, put the training "
+                "code behind if __name__ == '__main__':. To run another program as a single rank, "
+                "give it an environment without OMPI_*, PMIX_* and PMI_*"
+            )
         rc = sys.modules["mpi4py"].rc
         level = f"THREAD_{rc.thread_level}".upper() if rc.threads else "THREAD_SINGLE"
         rank = None if launch is None else launch.rank
@@ -255,10 +261,11 @@ def _without_fabrics_on_one_host() -> Iterator[None]:
 
     Its component for remote memory access over fabrics (ofi) sleeps for a second when it is closed,
     which it is if there is no fabric, on most machines. Within one host it is not used. If the user
-    has selected components (`--mca btl …`, OMPI_MCA_btl), these are used.
+    has selected components (`--mca btl …`, OMPI_MCA_btl, a parameter file), these are used.
     """
     n_here, n_ranks = map(os.environ.get, ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"))
-    if n_here is None or n_here != n_ranks or _COMPONENTS in os.environ:
+    chosen = _COMPONENTS in os.environ or any(map(_chooses_components, _parameter_files()))
+    if n_here is None or n_here != n_ranks or chosen:
         yield
         return
     os.environ[_COMPONENTS] = "^ofi"
@@ -270,6 +277,22 @@ def _without_fabrics_on_one_host() -> Iterator[None]:
 
 _COMPONENTS = "OMPI_MCA_btl"
 _finalizes = True
+
+
+def _parameter_files() -> list[Path]:
+    """Return Open MPI's parameter files: the user's, and those of the installation."""
+    prefixes = [Path(path).resolve().parent.parent for path in _loaded_libraries()]
+    if "OPAL_PREFIX" in os.environ:
+        prefixes.append(Path(os.environ["OPAL_PREFIX"]))
+    folders = [*(prefix / "etc" for prefix in prefixes), Path("/etc/openmpi")]
+    user = Path(os.path.expanduser("~/.openmpi/mca-params.conf"))
+    return [user, *(folder / "openmpi-mca-params.conf" for folder in folders)]
+
+
+def _chooses_components(file: Path) -> bool:
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return re.search(r"^\s*(btl|mca_base_param_files)\s*=", file.read_text(), re.M) is not None
+    return False
 
 
 def _loaded_libraries() -> list[str]:

@@ -33,13 +33,13 @@ class LauncherEnd:
         self._files: list[int] = []
         self._thread: threading.Thread | None = None
         with suppress(OSError, AttributeError):
-            found = visible_launcher()
-            if found is None:
+            pid = arrivals.launcher_process()
+            if pid is None:
                 return
-            pid, name = found
             self._files.append(os.pidfd_open(pid))
+            name = Path(f"/proc/{pid}/comm").read_text().strip()
             # Now that it is open, the number cannot get another meaning.
-            if visible_launcher() != found:
+            if arrivals.launcher_process() != pid or not _is_launcher(name):
                 return
             self._files.append(os.eventfd(0, os.EFD_CLOEXEC))
             self._thread = threading.Thread(
@@ -68,14 +68,6 @@ class LauncherEnd:
         self._files.clear()
 
 
-def visible_launcher() -> tuple[int, str] | None:
-    """Return process ID and name of the launcher that lives as long as its ranks, if visible."""
-    pid = arrivals.launcher_process()
-    if pid is None:
-        return None
-    with suppress(OSError):
-        name = Path(f"/proc/{pid}/comm").read_text().strip()
-        # As in Debian: mpirun.openmpi.
-        if name.partition(".")[0] in _LAUNCHERS or name == _PROXY:
-            return pid, name
-    return None
+def _is_launcher(name: str) -> bool:
+    # As in Debian: mpirun.openmpi.
+    return name.partition(".")[0] in _LAUNCHERS or name == _PROXY

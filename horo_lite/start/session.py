@@ -31,7 +31,6 @@ from horo_lite.start import (
     trace,
 )
 from horo_lite.start.cores import cores_of_process, take_cores
-from horo_lite.start.host_ranks import HostRanks, NeedsMpiError
 from horo_lite.start.rank_info import Position, RankInfo, position_of
 from horo_lite.start.rendezvous import Rendezvous
 from horo_lite.start.rendezvous_spec import RendezvousSpec, is_one_host, rendezvous_spec
@@ -170,7 +169,9 @@ def init(
     with _changing:
         if _session is None:
             ending.open_standard_files()
-            made = _make(settings, comm)
+            with arrivals.in_init():
+                found, MPI = _find_ranks(settings, comm)
+                made = _session_over(settings, found, MPI, is_ours=False)
             return _begin(made._replace(given_comm=comm))
         if settings.problem:
             raise ValueError(settings.problem)
@@ -213,17 +214,21 @@ def init_with_store(store: Any, rank: int, size: int, timeout_s: float) -> World
     with _changing:
         assert _session is None
         ending.open_standard_files()
+        found, MPI = None, None
         by_mpi = launcher.connects_by_mpi(launch, os.environ)
         if by_mpi and launch is not None and launch[1:] == (rank, size):
-            made = _make(settings)
-        else:
+            limits = settings.stall_warn_s, settings.stall_abort_s
+            with arrivals.in_init():
+                found, MPI = mpi.communicator(None, launch, *limits)
+        elif size > 1:
             # No port: it may be any torch store, even a file.
             one_host = is_one_host(_host_of(store), size, os.environ)
             where = "the store of torch.distributed"
             spec = RendezvousSpec(rank, size, where, 0, False, "", one_host)
-            found = Rendezvous(spec, timeout_s, store) if size > 1 else None
-            made = _session_over(settings, found, None, is_ours=False)
-        return _begin(made._replace(settings=by_itself))
+            found = Rendezvous(spec, timeout_s, store)
+        return _begin(
+            _session_over(settings, found, MPI, is_ours=False)._replace(settings=by_itself)
+        )
 
 
 def _host_of(store: Any) -> str:
@@ -293,28 +298,18 @@ def _at_exit() -> None:
         context.notify_ended()
 
 
-def _make(settings: Settings, comm: Any = None) -> Session:
-    """Return a session of the ranks of this job, or of those of `comm`.
+def _find_ranks(settings: Settings, comm: Any) -> tuple[Any, Any]:
+    """Return the communicator of two or more ranks, and mpi4py.MPI; (None, None) for one rank.
 
-    This is where it is decided how they find each other, and what connects them.
+    The communicator of ranks that MPI did not start is a Rendezvous, and MPI is None.
     """
     if comm is not None and settings.rank is not None:
         raise ValueError("comm and rank both define the world: pass only one of them")
     spec = rendezvous_spec(settings, os.environ) if comm is None else None
     if spec is not None:
-        found = Rendezvous(spec, settings.start_timeout_s) if spec.size > 1 else None
-        return _session_over(settings, found, None, is_ours=False)
-    launch = launcher.detect(os.environ)
-    # Simulated hosts need what real ones do.
-    if comm is None and settings.test_hosts is None:
-        here = HostRanks.of_job(launch, os.environ)
-        if here is not None:
-            with contextlib.suppress(NeedsMpiError):
-                return _session_over(settings, here, None, is_ours=False)
+        return (Rendezvous(spec, settings.start_timeout_s) if spec.size > 1 else None), None
     limits = settings.stall_warn_s, settings.stall_abort_s
-    with arrivals.in_init():
-        found, MPI = mpi.communicator(comm, launch, *limits)
-        return _session_over(settings, found, MPI, is_ours=False)
+    return mpi.communicator(comm, launcher.detect(os.environ), *limits)
 
 
 def _session_over(settings: Settings, comm: Any, MPI: Any, *, is_ours: bool) -> Session:
@@ -330,14 +325,8 @@ def _session_over(settings: Settings, comm: Any, MPI: Any, *, is_ours: bool) -> 
         ending.uninstall()
     for sentence in unknown_variables(os.environ) if rank == 0 and not is_ours else ():
         warn(f"{sentence} (docs/environment.md lists all variables)")
-    limits = settings.stall_warn_s, settings.stall_abort_s
     if MPI is not None and comm is not None and not is_ours:
-        comm = mpi.duplicate(comm, *limits)
-    if isinstance(comm, HostRanks):
-        comm.arrive(*limits)
-    # After mpi4py was imported, so that it runs before MPI is finalised.
-    atexit.unregister(mpi.end)
-    atexit.register(mpi.end)
+        comm = mpi.duplicate(comm, settings.stall_warn_s, settings.stall_abort_s)
     with mpi.failing_together(comm):
         try:
             return _connected_session(settings, comm, MPI)
@@ -362,11 +351,7 @@ def _connected_session(settings: Settings, comm: Any, MPI: Any) -> Session:
     )
     thread_multiple = comm is None or MPI is None or MPI.Query_thread() >= MPI.THREAD_MULTIPLE
     token = everyone[0].token
-    try:
-        links = connect(comm, host_of_rank, token=token, watchdog=device.kind == "cuda")
-    except NeedsMpiError:  # so this is done again
-        restore_threads()
-        raise
+    links = connect(comm, host_of_rank, token=token, watchdog=device.kind == "cuda")
     ending.watch(links.transports(), None if MPI is None else comm)
     links.write_slots(settings.slot_stores)
     stall_detector = links.direct.stall_detector
@@ -391,6 +376,7 @@ def _connected_session(settings: Settings, comm: Any, MPI: Any) -> Session:
         cores=cores,
         overlap=settings.overlap,
     )
+    # After mpi4py was imported, so that it runs before MPI is finalised.
     atexit.register(_at_exit)
     atexit.register(ending.mark_end)
     return Session(
@@ -517,20 +503,9 @@ def abandon(reason: str) -> None:
 
 def communicator() -> Any:
     """Return the world's own mpi4py communicator; None in a world of one, or without MPI."""
-    comm = current().comm
-    return None if isinstance(comm, ObjectCommunicator) else comm
+    return current().comm if started_by_mpi() else None
 
 
 def started_by_mpi() -> bool:
-    """Return whether this world has several ranks, which a launcher of MPI has started."""
-    return communicator() is not None or isinstance(current().comm, HostRanks)
-
-
-def communicator_of_program() -> Any:
-    """Return an mpi4py communicator of the world's ranks, numbered alike; None without MPI.
-
-    Collective: it may have to initialise MPI.
-    """
-    if not isinstance(current().comm, HostRanks):
-        return communicator()
-    return mpi.communicator(None, launcher.detect(os.environ))[0]
+    """Return whether this world has several ranks, and MPI connects them."""
+    return not isinstance(current().comm, (ObjectCommunicator, type(None)))

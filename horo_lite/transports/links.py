@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from horo_lite.errors import warn
+from horo_lite.errors import LauncherError, warn
 from horo_lite.transports.gloo.carrier import GlooCarrier
 from horo_lite.transports.hosts.carrier import Carrier
 from horo_lite.transports.hosts.mailbox import HostsMailbox
@@ -134,9 +134,16 @@ def connect(
 
 
 def _report_no_shared_memory(comm: MPI.Comm | ObjectCommunicator, why: str) -> None:
-    """Warn that the ranks of a host will exchange through MPI, if that connects them."""
+    """Warn that the ranks of a host will exchange through MPI.
+
+    Raises:
+        LauncherError: The ranks were not started by MPI.
+    """
     if isinstance(comm, ObjectCommunicator):
-        raise comm.cannot_share_memory(why)
+        raise LauncherError(
+            f"the ranks of this host cannot share memory ({why}), and were not started by MPI, "
+            "which could be used instead: start the job with mpiexec or `python -m horo_lite`"
+        )
     warn(
         f"the ranks of a host cannot share memory ({why}); they exchange through "
         "MPI instead, which is slower"

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from horo_lite.errors import LauncherError, PeerLostError
+from horo_lite.errors import PeerLostError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -97,13 +97,6 @@ class ObjectCommunicator:
             LauncherError: They cannot be created: the message says what is missing.
         """
         raise NotImplementedError
-
-    def cannot_share_memory(self, why: str) -> Exception:
-        """Return the error, on every rank, for ranks of a host that cannot share memory."""
-        return LauncherError(
-            f"the ranks of this host cannot share memory ({why}), and were not started by MPI, "
-            "which could be used instead: start the job with mpiexec or `python -m horo_lite`"
-        )
 
     def give_up(self, error: BaseException) -> None:
         """Tell ranks that wait for this one, in this communicator, that it has failed, and why."""

@@ -116,8 +116,7 @@ def opened(pid: int) -> list[str]:
 def test_nothing_is_left_behind() -> None:
     """No name in /dev/shm during or after the job, and no descriptor kept open.
 
-    The record of a rank's operations is private to it, and lives as long as the process, as do the
-    boards by which the ranks find each other.
+    The record of a rank's operations is private to it, and lives as long as the process.
     """
     before = named_segments()
     body = """
@@ -125,9 +124,7 @@ def test_nothing_is_left_behind() -> None:
     fds = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
     held = [os.readlink(fd) for fd in fds if os.path.islink(fd)]
     held = [name for name in held if "horo_lite_operations" not in name]
-    boards = [name for name in held if "horo_lite: board" in name]
-    assert len(boards) == size, boards
-    print("memfd open:", sum("horo_lite" in name for name in held) - size, flush=True)
+    print("memfd open:", sum("horo_lite" in name for name in held), flush=True)
     hvd.barrier()
     time.sleep(0.3)
     hvd.shutdown()

@@ -69,7 +69,6 @@ def test_on_one_host_the_lowest_level_will_do() -> None:
     import warnings
     import mpi4py
     mpi4py.rc.thread_level = "single"
-    from mpi4py import MPI
     warnings.simplefilter("error", RuntimeWarning)
     import numpy as np
     import horo_lite as hvd
