@@ -758,7 +758,7 @@ rank = int(os.environ["RANK"])
 try:
     hvd.init()
     hvd.isend(np.ones(3), 1 - rank)
-except (PermissionError, hvd.LauncherError) as error:
+except (PermissionError, hvd.LauncherError, hvd.PeerLostError) as error:  # or the other's refusal
     print(f"refused {{error}}\\n", end="", flush=True)
 # A rank that has ended could not have been written to.
 open(f"tried {{rank}}", "w").close()

@@ -453,6 +453,20 @@ def check_refusal(result: Result, who: str) -> None:
         assert words in text, str(result)
 
 
+@pytest.mark.mpi
+def test_one_rank_alone_may_import_mpi4py_after_init() -> None:
+    """MPI_Init is collective: init() has called it on all ranks, also where MPI carries nothing."""
+    code = """
+        import numpy as np
+        import horo_lite as hvd
+        if hvd.init().rank == 0:
+            from mpi4py import MPI
+            assert MPI.Is_initialized()
+        assert hvd.allreduce(np.ones(2), op=hvd.Sum)[0] == 2
+        """
+    run_ranks(code, 2, timeout_s=30).check()
+
+
 @pytest.mark.launches
 def test_no_mpi_library_says_what_to_install() -> None:
     result = alone(
