@@ -110,6 +110,7 @@ class TestCupy(Contract):
     def elsewhere(self, group: Group) -> None:
         """Results are on the GPU of the inputs."""
         x = cp.asarray([[1.0, 2.0], [3.0, 4.0]], np.float32)
+        x.get()  # this thread's stream has written it: the other thread has a stream of its own
         found: list[Any] = []
         sums: list[Any] = []
 
