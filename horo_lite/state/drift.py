@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,7 @@ from horo_lite._native import Tensors
 from horo_lite.adapters import adapter_of, to_host
 from horo_lite.adapters.object import is_array, join
 from horo_lite.collectives.arrays import copy_of, gpu_of
-from horo_lite.collectives.calls import Call, Finish, Part
+from horo_lite.collectives.calls import Call, Compare, Finish, Part
 from horo_lite.errors import DriftError, ranks_in_words, warn
 from horo_lite.state.broadcast import (
     NOT_ARRAYS,
@@ -38,7 +38,6 @@ from horo_lite.transports.agreement import exchange_bytes
 if TYPE_CHECKING:
     from horo_lite.collectives.group import Group
     from horo_lite.transports import Transport
-    from horo_lite.transports.agreement import StandIn
     from horo_lite.transports.interface import Header
 
 ADVICE = (
@@ -141,10 +140,15 @@ def compare(
                     f'on_drift="heal" writes in place, and {name!r}, a {type(leaf).__name__}, '
                     'cannot be written: use "raise" or "warn", and broadcast_parameters()'
                 )
-    part = _Replica(group, [name for name, _ in named], values, step or 0)
-    found = group.run(_Comparison(None, on_drift, part.lines(), needs_all), part)
-    if found is None:
-        return True
+    replica = _Replica(group, [name for name, _ in named], values)
+    text = "\n".join([_Find.kind, f"on_drift={on_drift!r}", *replica.lines()])
+    mine = Part(number=replica.hash_of_all(), weight=step or 0)
+    with group.uninterrupted():
+        headers = group.run(Compare(_Find.kind, text, needs_all), mine)
+        hashes = {header.count for header in headers}
+        if len(hashes) == 1 or Compare.JOINED in hashes:
+            return True
+        found = group.run(_Find(step=int(max(header.weight for header in headers))), replica)
     text = f"the replicas differ{found.text} {ADVICE}"
     if on_drift == "raise":
         raise DriftError(text)
@@ -196,54 +200,24 @@ class _Found(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Comparison(Call["_Found | None"]):
-    """One comparison: a handshake and, if there is a difference, exchanges for the report.
+class _Find(Call[_Found]):
+    """Find out what differs between the ranks' replicas."""
 
-    Attributes:
-        lines: The arrays' names, dtypes and shapes.
-        needs_all: Whether it is refused while ranks wait in join(); else nothing is compared then.
-    """
-
-    on_drift: str = "raise"
-    lines: Sequence[str] = ()
-    needs_all: bool = True
+    step: int = 0
 
     kind = "check_in_sync"
-    JOINED: ClassVar[int] = -1
 
-    def contract(self, part: Part) -> object:
-        return [self.label, f"on_drift={self.on_drift!r}", *self.lines]
-
-    def describe(self, part: Part) -> str:
-        return "\n".join([self.label, f"on_drift={self.on_drift!r}", *self.lines])
-
-    def count(self, part: Part) -> int:
-        return part.hash_of_all() if isinstance(part, _Replica) else self.JOINED
-
-    def move(
-        self, part: Part, transport: Transport, headers: Sequence[Header]
-    ) -> Finish[_Found | None]:
-        counts = {header.count for header in headers}
-        found = None
-        if len(counts) > 1 and self.JOINED not in counts:
-            assert isinstance(part, _Replica)
-            found = part.find(transport, int(max(header.weight for header in headers)))
+    def move(self, part: Part, transport: Transport, headers: Sequence[Header]) -> Finish[_Found]:
+        assert isinstance(part, _Replica)
+        found = part.find(transport, self.step)
         return lambda: found
-
-    def participation(self, part: Part, ranks: Sequence[int], joined: Sequence[int]) -> StandIn:
-        if self.needs_all:
-            return super().participation(part, ranks, joined)
-        # Ranks that have joined have taken fewer steps.
-        return self.stand_in(part, joined, weight=0.0, count=self.JOINED)
 
 
 class _Replica(Part):
     """The arrays of one rank, and their hashes."""
 
-    def __init__(
-        self, group: Group, names: Sequence[str], values: Sequence[Any], step: int
-    ) -> None:
-        super().__init__(weight=step)
+    def __init__(self, group: Group, names: Sequence[str], values: Sequence[Any]) -> None:
+        super().__init__()
         self._group = group
         self._names = names
         self._values = values
