@@ -8,6 +8,8 @@ import pickle
 import re
 import sys
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -494,6 +496,18 @@ class Clipping(Momentum):
         return before
 
 
+@contextmanager
+def registered(*given: Adapter) -> Iterator[None]:
+    """Register these adapters inside, and whatever is registered there only until the end."""
+    before = list(adapters._registered)
+    for adapter in given:
+        register_adapter(adapter)
+    try:
+        yield
+    finally:
+        adapters._registered[:] = before
+
+
 class ClippingAdapter(Adapter):
     before_step = ("clip",)
     is_filled_later = True
@@ -551,12 +565,8 @@ def test_methods_that_look_at_gradients_find_those_of_all_ranks() -> None:
         with optimizer.skip_synchronize():
             optimizer.step()
 
-    registered = list(adapters._registered)
-    register_adapter(ClippingAdapter())
-    try:
+    with registered(ClippingAdapter()):
         run_threads(2, rank)
-    finally:
-        adapters._registered[:] = registered
 
 
 def lose_by_mismatch(optimizer: Any, net: Any, group: Group) -> None:
@@ -627,12 +637,8 @@ def test_nothing_of_a_lost_step_is_left_for_the_next(lose: Any) -> None:
         assert bits[0] == bits[1]
         assert ops.allgather_object(bits, group=group) == [bits] * group.size
 
-    registered = list(adapters._registered)
-    register_adapter(ClippingAdapter())
-    try:
+    with registered(ClippingAdapter()):
         run_threads(2, rank)
-    finally:
-        adapters._registered[:] = registered
 
 
 def test_weight_is_not_passed_on() -> None:
@@ -865,8 +871,7 @@ def test_the_example_of_register_adapter() -> None:
     class hvd:  # noqa: N801
         register_adapter = staticmethod(register_adapter)
 
-    registered = list(adapters._registered)
-    try:
+    with registered():
         exec(textwrap.dedent(" " * 4 + code[0]), {"tiny": tiny, "hvd": hvd, "Adapter": Adapter})
 
         def rank(group: Group) -> None:
@@ -879,8 +884,6 @@ def test_the_example_of_register_adapter() -> None:
             assert (weights[1].w == -2).all()
 
         run_threads(2, rank)
-    finally:
-        adapters._registered[:] = registered
     for wrong in (object(), Adapter):
         with pytest.raises(TypeError, match="register_adapter needs an object"):
             register_adapter(wrong)  # type: ignore[arg-type]
@@ -894,9 +897,7 @@ def test_an_adapter_may_know_the_parameters_of_a_home_made_optimizer() -> None:
         def gradient(self, parameter: Any) -> Any:
             return None if parameter.grad is None else parameter.grad[0]
 
-    registered = list(adapters._registered)
-    register_adapter(Mine())
-    try:
+    with registered(Mine()):
 
         def rank(group: Group) -> None:
             net = network()
@@ -906,8 +907,6 @@ def test_an_adapter_may_know_the_parameters_of_a_home_made_optimizer() -> None:
             assert (net["b"].grad[0] == 1).all()
 
         run_threads(2, rank)
-    finally:
-        adapters._registered[:] = registered
 
 
 def test_from_numpy_and_to_host_for_numpy_and_numbers() -> None:
