@@ -216,8 +216,7 @@ class Rendezvous(ObjectCommunicator):
         if (host, port) not in _stores:
             if self._keeps_store:
                 with suppress(RuntimeError):  # the port is taken: by another rank 0?
-                    keep_store(spec, self._timeout_s)
-                    return _stores[host, port]
+                    return keep_store(spec, self._timeout_s)
                 self._keeps_store = False
             with socket.socket(socket.AF_UNIX) as mark:
                 self._listen_for_store(host, port, mark)
@@ -574,8 +573,8 @@ class _Wait:
         self.is_noted = False
 
 
-def keep_store(spec: RendezvousSpec, timeout_s: float = ANSWER_S) -> None:
-    """Create the store of a rendezvous, which exists as long as this process.
+def keep_store(spec: RendezvousSpec, timeout_s: float = ANSWER_S) -> Any:
+    """Create and return the store of a rendezvous, which exists as long as this process.
 
     Rank 0 does so in `init()`, unless it has before.
 
@@ -587,7 +586,9 @@ def keep_store(spec: RendezvousSpec, timeout_s: float = ANSWER_S) -> None:
         ImportError: PyTorch is not installed.
         RuntimeError: The port is in use.
     """
-    _stores[spec.host, spec.port] = _connected(spec, timeout_s, keeps=True)
+    # Not read again: where ranks are threads, another one may have put its connection there.
+    _stores[spec.host, spec.port] = store = _connected(spec, timeout_s, keeps=True)
+    return store
 
 
 def report_failure(spec: RendezvousSpec, why: str) -> None:

@@ -582,6 +582,20 @@ def test_a_connection_with_itself_is_not_a_store(monkeypatch: pytest.MonkeyPatch
         Rendezvous(RendezvousSpec(1, 2, "127.0.0.1", port, False, "0"), 0.5)
 
 
+def test_rank_0_keeps_its_store_whatever_another_thread_connects_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in these tests, whose ranks are threads: the store would end with its only reference."""
+
+    class OfAllThreads(dict[Any, Any]):
+        def __setitem__(self, where: Any, store: Any) -> None:
+            super().__setitem__(where, "another thread's connection")
+
+    monkeypatch.setattr("horo_lite.start.rendezvous._stores", OfAllThreads())
+    (found,) = meet((0, 1))
+    assert [list(map(tuple, everyone)) for everyone in found] == [[(0, i, "x")] for i in range(3)]
+
+
 # --- what strangers write -------------------------------------------------------------------------
 
 
