@@ -151,7 +151,7 @@ class Messages:
 
     def __init__(self, mailbox: Mailbox, transport: Transport, world: str) -> None:
         self._mailbox = mailbox
-        self._transport = transport  # of direct calls; it knows which ranks have died or left
+        self._transport = transport  # it knows which ranks have died or left
         self._rank, self._size = transport.rank, transport.size
         self._world = world
         self._lock = threading.RLock()

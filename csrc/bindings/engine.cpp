@@ -8,7 +8,9 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <functional>
 #include <memory>
+#include <optional>
 
 #include "bindings/python.h"
 #include "bindings/recorder.h"
@@ -93,6 +95,22 @@ struct PyJob {
   }
 };
 
+std::string description_by(nb::handle describe) {
+  return in_python([&] { return nb::cast<std::string>(describe()); });
+}
+
+Participation participation_by(nb::handle participation, const std::vector<int>& joined) {
+  return in_python([&] {
+    try {
+      const auto [count, weight, text] = nb::cast<std::tuple<int64_t, double, nb::bytes>>(participation(joined));
+      return Participation{"", count, weight, std::string(text.c_str(), text.size())};
+    } catch (const nb::python_error& error) {
+      if (!error.matches(error_class("MismatchError"))) throw;
+      return Participation{nb::cast<std::string>(nb::str(error.value())), 0, 1.0, ""};
+    }
+  });
+}
+
 std::shared_ptr<PyJob> new_job(const std::shared_ptr<Engine>& engine, const std::string& name, uint64_t digest,
                                int64_t count, double weight, Describe describe, Participate participation,
                                const Tensors* changes) {
@@ -104,20 +122,9 @@ std::shared_ptr<PyJob> new_job(const std::shared_ptr<Engine>& engine, const std:
     const auto begin = reinterpret_cast<uintptr_t>(buffer.data);
     if (buffer.n_bytes != 0) job->job->changes.emplace_back(begin, begin + buffer.n_bytes);
   }
-  job->job->describe = [held = shared(describe)] {
-    return in_python([&] { return nb::cast<std::string>(nb::handle(held.get())()); });
-  };
+  job->job->describe = [held = shared(describe)] { return description_by(held.get()); };
   job->job->participation = [held = shared(participation)](const std::vector<int>& joined) {
-    return in_python([&] {
-      try {
-        const auto [count, weight, text] =
-            nb::cast<std::tuple<int64_t, double, nb::bytes>>(nb::handle(held.get())(joined));
-        return Participation{"", count, weight, std::string(text.c_str(), text.size())};
-      } catch (const nb::python_error& error) {
-        if (!error.matches(error_class("MismatchError"))) throw;
-        return Participation{nb::cast<std::string>(nb::str(error.value())), 0, 1.0, ""};
-      }
-    });
+    return participation_by(held.get(), joined);
   };
   return job;
 }
@@ -139,8 +146,49 @@ Run run_of(const std::shared_ptr<PyJob>& job, Function<nb::object(Headers)> func
   };
 }
 
-std::shared_ptr<Engine> new_engine(std::unique_ptr<Channel> channel, std::vector<int> ranks, Explain explain,
-                                   Engine::DirectWaits direct_waits) {
+// Makes a blocking call, on this thread, and returns what `function` returned or raises what it raised.
+nb::object call(Engine& engine, const std::shared_ptr<Job>& job,
+                const std::function<nb::object(const std::vector<Entry>&)>& function) {
+  nb::object value = nb::none();
+  std::optional<nb::python_error> raised;
+  job->run = [&](const std::vector<Entry>& entries) {
+    in_python([&] {
+      try {
+        value = function(entries);
+      } catch (nb::python_error& error) {
+        raised.emplace(error);
+        if (!is_raised_by_all(error)) throw;
+        throw Recoverable{std::make_exception_ptr(PythonError(error))};
+      }
+    });
+  };
+  std::exception_ptr failed;
+  {
+    const WithoutGil release;
+    try {
+      engine.call(job);
+    } catch (...) {
+      failed = std::current_exception();
+    }
+  }
+  if (raised) throw std::move(*raised);
+  if (failed) std::rethrow_exception(failed);
+  return value;
+}
+
+std::function<void(const std::string&)> stand_in_of(Function<nb::object(nb::bytes)> stand_in) {
+  return [held = shared(stand_in)](const std::string& participation) {
+    in_python([&] { nb::handle(held.get())(nb::bytes(participation.data(), participation.size())); });
+  };
+}
+
+nb::object order_of(const std::vector<Entry>& entries) {
+  nb::list order;
+  for (const Entry& entry : entries) order.append(entry.sequence);
+  return order;
+}
+
+std::shared_ptr<Engine> new_engine(std::unique_ptr<Channel> channel, std::vector<int> ranks, Explain explain) {
   auto text = [held = shared(explain)](const std::string& label, const std::vector<std::string>& descriptions,
                                        const std::vector<int>& whose) {
     return in_python([&] { return nb::cast<std::string>(nb::handle(held.get())(label, descriptions, whose)); });
@@ -149,8 +197,7 @@ std::shared_ptr<Engine> new_engine(std::unique_ptr<Channel> channel, std::vector
     const WithoutGil release;  // its thread may want the GIL to end
     delete engine;
   };
-  const std::shared_ptr<Engine> engine(new Engine(std::move(channel), std::move(ranks), text, std::move(direct_waits)),
-                                       remove);
+  const std::shared_ptr<Engine> engine(new Engine(std::move(channel), std::move(ranks), text), remove);
   engine->on_idle = check_signals;
   return engine;
 }
@@ -159,7 +206,7 @@ std::shared_ptr<Engine> new_engine(std::unique_ptr<Channel> channel, std::vector
 
 void bind_engine(nb::module_& m) {
   nb::class_<PyJob>(m, "Job", "An operation in flight.")
-      .def_prop_ro("name", [](const PyJob& job) { return job.job->entry.name; })
+      .def_prop_ro("name", [](const PyJob& job) { return job.job->title(); })
       .def_prop_ro(
           "position", [](const PyJob& job) { return job.job->position(); },
           "The job's number, the same on all ranks; 0: not announced yet.")
@@ -185,20 +232,18 @@ void bind_engine(nb::module_& m) {
           [](const PyJob& job, uint32_t channel, uint32_t kind, uint32_t names, const Tensors* tensors) {
             Operation what = operation_of(channel, kind, names, tensors);
             what.submitted_ns = job.job->submitted_ns;
-            job.job->record_as(Recorder::of_process().submit(job.job->entry.name, what));
+            job.job->record_as(Recorder::of_process().submit(job.job->title(), what));
           },
           "channel"_a, "kind"_a, "names"_a, "tensors"_a.none(), "Record this operation.")
       .def("value", [](const PyJob& job) { return job.value ? nb::borrow(job.value.get()) : nb::none(); });
 
-  nb::class_<Engine>(m, "Engine", "Runs asynchronous operations, matched by name across ranks.")
+  nb::class_<Engine>(m, "Engine", "Matches the operations of a group across its ranks, and runs them.")
       .def_static(
           "over",
-          [](const std::shared_ptr<EngineGroup>& group, const std::shared_ptr<EngineGroup>& direct,
-             std::vector<int> ranks, Explain explain) {
-            const auto direct_waits = [direct] { return direct->direct_wait(); };
-            return new_engine(group->engine_channel(group), std::move(ranks), explain, direct_waits);
+          [](const std::shared_ptr<EngineGroup>& group, std::vector<int> ranks, Explain explain) {
+            return new_engine(group->engine_channel(group), std::move(ranks), explain);
           },
-          "group"_a, "direct"_a, "ranks"_a, "explain"_a, "`direct` is the group of the same ranks for direct calls.")
+          "group"_a, "ranks"_a, "explain"_a)
       .def(
           "watched_by",
           [](Engine& engine, std::shared_ptr<PyStallDetector> detector) { engine.watched_by(std::move(detector)); },
@@ -219,7 +264,7 @@ void bind_engine(nb::module_& m) {
               if (counts_differ(entries)) return otherwise(entries);
               auto [weights, divisor] = weighting(op, weights_of(entries));
               weights = multiplied(std::move(weights), prescale, entries.size());
-              group->reduce(entries[0].name, refs->refs(), op, wire, weights, {scale, divisor}, distances);
+              group->reduce(refs->refs(), op, wire, weights, {scale, divisor}, distances);
             };
             engine->submit(job->job);
             return job;
@@ -244,28 +289,32 @@ void bind_engine(nb::module_& m) {
           "changes"_a = nb::none(),
           "When every rank has submitted it, call `function` with their digests, counts and weights, in rank order.")
       .def(
-          "submit_join",
-          [](const std::shared_ptr<Engine>& engine, Function<nb::object(nb::bytes)> stand_in) {
-            auto job = std::make_shared<PyJob>();
-            job->engine = engine;
-            job->job = std::make_shared<Job>();
-            job->job->entry.name = kJoin;
-            job->job->stand_in = [held = shared(stand_in)](const std::string& participation) {
-              in_python([&] { nb::handle(held.get())(nb::bytes(participation.data(), participation.size())); });
+          "call",
+          [](Engine& engine, const std::string& label, uint64_t digest, Function<nb::object(Headers)> function,
+             int64_t count, double weight, Describe describe, Participate participation) {
+            const auto job = std::make_shared<Job>();
+            job->entry = {label, digest, count, weight};
+            job->describe = [&describe] { return description_by(describe); };
+            job->participation = [&participation](const std::vector<int>& joined) {
+              return participation_by(participation, joined);
             };
-            std::weak_ptr<PyJob> weak = job;
-            job->job->run = [weak](const std::vector<Entry>& entries) {
-              const WithGil gil;
-              nb::list order;
-              for (const Entry& entry : entries) order.append(entry.sequence);
-              if (const auto strong = weak.lock()) strong->value = shared(order);
-            };
-            engine->submit(job->job);
-            return job;
+            return call(engine, job, [&](const std::vector<Entry>& entries) { return function(headers_of(entries)); });
+          },
+          "label"_a, "digest"_a, "function"_a, "count"_a, "weight"_a, "describe"_a, "participation"_a,
+          "Make a blocking call, matched by the order of such calls: when every rank has made it, return what "
+          "`function` returns on this thread, given their digests, counts and weights in rank order. Raises what it "
+          "raises. One thread at a time.")
+      .def(
+          "join",
+          [](Engine& engine, Function<nb::object(nb::bytes)> stand_in) {
+            const auto job = std::make_shared<Job>();
+            job->entry.name = kJoin;
+            job->stand_in = stand_in_of(stand_in);
+            return call(engine, job, order_of);
           },
           "stand_in"_a,
-          "Until all ranks have joined, `stand_in(participation)` submits this rank's part in the others' operations. "
-          "The value then orders the ranks by when they joined.");
+          "Wait until all ranks have joined; return numbers that order them by when they did. Until then, "
+          "`stand_in(participation)` submits this rank's part in each operation of the others. A blocking call.");
 }
 
 }  // namespace horo

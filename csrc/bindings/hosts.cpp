@@ -199,24 +199,18 @@ struct PyHostsGroup : EngineGroup {
   PyHostsGroup(std::shared_ptr<PyShmGroup> host, const std::shared_ptr<Carrier>& carrier,
                const std::shared_ptr<ControlChannel>& control, std::vector<std::vector<int>> all, int here,
                size_t least_window, uintptr_t memory, std::shared_ptr<PyStallDetector> detector, std::vector<int> ranks,
-               std::vector<std::string> names, bool direct)
+               std::vector<std::string> names)
       : host(host),
         hosts(host->shm, carrier, control, {std::move(all), here, least_window}, static_cast<uint8_t*>(pointer(memory)),
-              std::move(detector), std::move(ranks), std::move(names), direct) {
-    hosts.on_idle = check_signals;
+              std::move(detector), std::move(ranks), std::move(names)) {
+    hosts.set_on_idle(check_signals);
   }
 
   std::unique_ptr<Channel> engine_channel(const std::shared_ptr<EngineGroup>& self) override {
-    host->shm.on_idle = hosts.on_idle = nullptr;  // the training thread handles signals
     return std::make_unique<HostsChannel>(std::shared_ptr<HostsGroup>(self, &hosts), wake_ups);
   }
-  Engine::DirectWait direct_wait() const override {
-    const uint64_t number = hosts.n_waits();
-    return {number, hosts.waiting_thread(), number % 2 == 1 ? hosts.peers().label() : ""};
-  }
-  void reduce(const std::string&, const std::vector<TensorRef>& tensors, Op op, Wire wire,
-              const std::vector<double>& weights, Factor factor, const std::vector<ptrdiff_t>&) override {
-    // The engines' round was the handshake.
+  void reduce(const std::vector<TensorRef>& tensors, Op op, Wire wire, const std::vector<double>& weights,
+              Factor factor, const std::vector<ptrdiff_t>&) override {
     hosts.allreduce(tensors, op, wire, weights, factor);
   }
 };
@@ -354,9 +348,9 @@ void bind_hosts(nb::module_& m) {
   nb::class_<PyHostsGroup, EngineGroup>(m, "HostsGroup", "The ranks of several hosts.")
       .def(nb::init<std::shared_ptr<PyShmGroup>, const std::shared_ptr<Carrier>&,
                     const std::shared_ptr<ControlChannel>&, std::vector<std::vector<int>>, int, size_t, uintptr_t,
-                    std::shared_ptr<PyStallDetector>, std::vector<int>, std::vector<std::string>, bool>(),
+                    std::shared_ptr<PyStallDetector>, std::vector<int>, std::vector<std::string>>(),
            "host"_a, "carrier"_a, "control"_a, "hosts"_a, "here"_a, "least_window"_a, "memory"_a, "detector"_a,
-           "ranks"_a, "names"_a, "direct"_a)
+           "ranks"_a, "names"_a)
       .def(
           "for_engine",
           [](PyHostsGroup& g, std::shared_ptr<ControlChannel> wake_ups) { g.wake_ups = std::move(wake_ups); },
@@ -368,7 +362,7 @@ void bind_hosts(nb::module_& m) {
             std::vector<Header> headers;
             {
               const WithoutGil release;
-              headers = g.hosts.agree(label, {digest, count, weight});
+              headers = g.hosts.agree(label, {digest, count, weight, 0, 0});
             }
             std::vector<std::tuple<uint64_t, int64_t, double>> result;
             for (const Header& h : headers) result.emplace_back(h.digest, h.count, h.weight);

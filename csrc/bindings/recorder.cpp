@@ -61,16 +61,16 @@ void bind_recorder(nb::module_& m) {
           "step", [] { Recorder::of_process().step(); }, "Count an optimizer's step.")
       .def_static(
           "enter", [](uint32_t channel) { Recorder::of_process().enter(channel); }, "channel"_a,
-          "Record that this thread makes a direct call.")
+          "Record that this thread makes a blocking call.")
       .def_static(
           "operation",
           [](std::string_view label, uint32_t kind, uint32_t names, const Tensors* tensors) {
             Recorder::of_process().operation(label, operation_of(0, kind, names, tensors));
           },
           "label"_a, "kind"_a = 0, "names"_a = 0, "tensors"_a = nb::none(),
-          "Describe the direct call; with kind 0, its kind is the beginning of its label.")
+          "Describe the blocking call; with kind 0, its kind is the beginning of its label.")
       .def_static(
-          "begin", [] { Recorder::of_process().begin(); }, "Record that all ranks have reached the direct call.")
+          "begin", [] { Recorder::of_process().begin(); }, "Record that all ranks have reached the blocking call.")
       .def_static("leave", [](bool failed) { Recorder::of_process().leave(failed); }, "failed"_a);
 }
 

@@ -60,13 +60,11 @@ void reduce_in_place(ShmGroup& group, const std::vector<TensorRef>& refs, Op op,
 }  // namespace
 
 std::unique_ptr<Channel> PyShmGroup::engine_channel(const std::shared_ptr<EngineGroup>& self) {
-  shm.on_idle = nullptr;  // the training thread handles signals
   return std::make_unique<ShmChannel>(std::shared_ptr<ShmGroup>(self, &shm));
 }
 
-void PyShmGroup::reduce(const std::string& name, const std::vector<TensorRef>& tensors, Op op, Wire wire,
-                        const std::vector<double>& weights, Factor factor, const std::vector<ptrdiff_t>& distances) {
-  shm.agree(name, {});
+void PyShmGroup::reduce(const std::vector<TensorRef>& tensors, Op op, Wire wire, const std::vector<double>& weights,
+                        Factor factor, const std::vector<ptrdiff_t>& distances) {
   if (distances.empty()) all_reduce(shm, tensors, op, wire, weights, factor);
   else reduce_in_place(shm, tensors, op, factor, distances);
 }
@@ -106,17 +104,17 @@ void bind_shm_group(nb::module_& m) {
       .def_prop_ro("round_trip_ns", [](const PyShmGroup& g) { return g.shm.round_trip_ns(); })
       .def(
           "watched_by",
-          [](PyShmGroup& g, std::shared_ptr<PyStallDetector> detector, std::vector<int> ranks, bool direct) {
-            g.shm.watched_by(std::move(detector), std::move(ranks), direct);
+          [](PyShmGroup& g, std::shared_ptr<PyStallDetector> detector, std::vector<int> ranks) {
+            g.shm.watched_by(std::move(detector), std::move(ranks));
           },
-          "detector"_a, "ranks"_a, "direct"_a, "`ranks` are the group's ranks in the world.")
+          "detector"_a, "ranks"_a, "`ranks` are the group's ranks in the world.")
       .def(
           "agree",
           [](PyShmGroup& g, const std::string& label, uint64_t digest, int64_t count, double weight) {
             std::vector<Header> headers;
             {
               const WithoutGil release;
-              headers = g.shm.agree(label, {digest, count, weight});
+              headers = g.shm.agree(label, {digest, count, weight, 0, 0});
             }
             std::vector<HeaderTuple> result;
             result.reserve(headers.size());

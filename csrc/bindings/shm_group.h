@@ -27,12 +27,8 @@ struct PyShmGroup : EngineGroup {
   }
 
   std::unique_ptr<Channel> engine_channel(const std::shared_ptr<EngineGroup>& self) override;
-  Engine::DirectWait direct_wait() const override {
-    const uint64_t number = shm.n_waits();
-    return {number, shm.waiting_thread(), number % 2 == 1 ? shm.label() : ""};
-  }
-  void reduce(const std::string& name, const std::vector<TensorRef>& tensors, Op op, Wire wire,
-              const std::vector<double>& weights, Factor factor, const std::vector<ptrdiff_t>& distances) override;
+  void reduce(const std::vector<TensorRef>& tensors, Op op, Wire wire, const std::vector<double>& weights,
+              Factor factor, const std::vector<ptrdiff_t>& distances) override;
 };
 
 // The buffers of a list of Tensors, one after the other.

@@ -11,21 +11,46 @@
 #include <cstring>
 #include <iterator>
 #include <optional>
+#include <utility>
 
 #include "recorder/recorder.h"
+#include "shm/futex.h"
 
 namespace horo {
 namespace {
 
-// How long the training thread waits before its engine announces it, and how often the engine repeats that.
+// How long a thread waits for an asynchronous operation before its engine announces it: this saves rounds.
 constexpr double kBlockedSeconds = 0.05;
+// How often a waiting thread looks for what cannot wake it.
+constexpr double kIdleSeconds = 0.05;
 constexpr double kForeverSeconds = 3600.0;
 // The name of the engine's thread in `top -H`, gdb and py-spy; the kernel allows 15 characters.
 constexpr const char* kThreadName = "horo_lite async";
 
 int this_thread() { return static_cast<int>(syscall(SYS_gettid)); }
 
-// A rank's message of a round: which waits it is in, then its announcements.
+// A joined rank's stand-in, while this thread submits it.
+struct StandingIn {
+  const Engine* engine;
+  const std::string& name;
+};
+thread_local const StandingIn* standing_in = nullptr;
+
+// Sets a variable for the time of a scope.
+template <class Value>
+class During {
+ public:
+  During(Value& variable, Value value) : variable_(variable), before_(std::exchange(variable, std::move(value))) {}
+  ~During() { variable_ = std::move(before_); }
+  During(const During&) = delete;
+  During& operator=(const During&) = delete;
+
+ private:
+  Value& variable_;
+  Value before_;
+};
+
+// A rank's announcements of a round.
 class Writer {
  public:
   void number(uint64_t value) { text_.append(reinterpret_cast<const char*>(&value), sizeof(value)); }
@@ -121,25 +146,34 @@ void Job::begin() {
   const std::lock_guard lock(mutex_);
   begun_ns = StallDetector::clock_ns();
   PhaseClock::times = {};
-  Recorder::of_process().begin(record_, begun_ns);
+  if (record_ != 0) Recorder::of_process().begin(record_, begun_ns);
 }
 
 void Job::finish(std::exception_ptr error) {
   const std::lock_guard lock(mutex_);
   error_ = error;
   done_ns = StallDetector::clock_ns();
-  Recorder::of_process().finish(record_, done_ns, error != nullptr);
+  if (record_ != 0) Recorder::of_process().finish(record_, done_ns, error != nullptr);
   done_.store(true, std::memory_order_release);
   changed_.notify_all();
 }
 
-Engine::Engine(std::unique_ptr<Channel> channel, std::vector<int> ranks, Explain explain, DirectWaits direct_waits)
+void Job::end_call(std::exception_ptr error) {
+  error_ = error;
+  done_.store(true, std::memory_order_release);
+}
+
+Engine::Engine(std::unique_ptr<Channel> channel, std::vector<int> ranks, Explain explain)
     : channel_(std::move(channel)),
       ranks_(std::move(ranks)),
       explain_(std::move(explain)),
-      direct_waits_(std::move(direct_waits)),
       pid_(getpid()),
-      owner_(this_thread()) {
+      owner_(this_thread()),
+      owner_thread_(std::this_thread::get_id()),
+      on_wait_([this](const std::vector<uint32_t>& flags) { report_wait(flags); }) {
+  channel_->set_on_idle([this] {
+    if (calling_ != nullptr && on_idle) on_idle();
+  });
   // Signals are handled by the training thread.
   sigset_t all, old;
   sigfillset(&all);
@@ -161,35 +195,53 @@ Engine::~Engine() {
     thread_.detach();
     return;
   }
-  {
-    const std::lock_guard lock(mutex_);
-    stopped_ = true;
-  }
   try {
-    channel_->wake();
+    std::unique_lock lock(mutex_);
+    stopped_ = true;
+    announce(lock);
   } catch (...) {  // Python is shutting down; the thread wakes up by itself after a while
   }
   thread_.join();
+  channel_->set_on_idle(nullptr);
 }
 
 void Engine::submit(std::shared_ptr<Job> job) {
   job->submitted_ns = StallDetector::clock_ns();
-  {
-    const std::lock_guard lock(mutex_);
-    if (broken_) std::rethrow_exception(broken_);
-    if (stopping_) throw std::invalid_argument("'" + job->entry.name + "' was submitted after shutdown()");
-    if (jobs_.contains(job->entry.name)) {
-      throw std::invalid_argument("an operation named '" + job->entry.name +
-                                  "' is already in flight on this rank: synchronize() it first, or give this one "
-                                  "another name=");
-    }
-    check_apart(*job);
-    jobs_.emplace(job->entry.name, job);
-    for (const auto& [begin, end] : job->changes) changing_[begin] = {end, job->entry.name};
-    if (std::this_thread::get_id() == thread_.get_id()) return;
-    unannounced_.push_back(job->entry);
+  const bool stands_in = standing_in != nullptr && standing_in->engine == this;
+  if (stands_in) job->label = std::exchange(job->entry.name, standing_in->name);
+  std::unique_lock lock(mutex_);
+  if (broken_) throw_broken(lock);
+  if (stopping_) throw std::invalid_argument("'" + job->title() + "' was submitted after shutdown()");
+  if (jobs_.contains(job->entry.name)) {
+    throw std::invalid_argument("an operation named '" + job->title() +
+                                "' is already in flight on this rank: synchronize() it first, or give this one "
+                                "another name=");
   }
+  check_apart(*job);
+  jobs_.emplace(job->entry.name, job);
+  for (const auto& [begin, end] : job->changes) changing_[begin] = {end, job->title()};
+  if (stands_in) return;
+  unannounced_.push_back(job->entry);
+  announce(lock);
   if (detector_ != nullptr) detector_->doing(job->entry.name, StallDetector::clock_ns());
+}
+
+// Throws why the group is broken; if a call has thrown that already, that the group can no longer be used.
+void Engine::throw_broken(std::unique_lock<std::mutex>& lock, bool in_call) {
+  const std::exception_ptr error = broken_;
+  const bool is_seen = broken_seen_;
+  broken_seen_ = is_seen || in_call;
+  lock.unlock();
+  if (is_seen) channel_->check_usable();
+  std::rethrow_exception(error);
+}
+
+// Unlocks, after a change of what this rank has to announce.
+void Engine::announce(std::unique_lock<std::mutex>& lock) {
+  // The message of a round in progress has been sent: once all have entered that round, the next one follows.
+  const uint64_t round = std::exchange(demands_, true) ? 0 : round_.load();
+  lock.unlock();
+  if (round != 0) channel_->demand(round);
   channel_->wake();
 }
 
@@ -197,23 +249,194 @@ void Engine::check_apart(const Job& job) const {
   for (const auto& [begin, end] : job.changes) {
     auto found = changing_.lower_bound(end);  // of the extents that begin before the end, the last reaches farthest
     if (found == changing_.begin() || (--found)->second.first <= begin) continue;
-    throw std::invalid_argument(job.entry.name + " would change memory that " + found->second.second +
+    throw std::invalid_argument(job.title() + " would change memory that " + found->second.second +
                                 " in flight changes, too: synchronize() that one first, or use the out-of-place call");
   }
 }
 
 void Engine::withdraw(const std::shared_ptr<Job>& job) {
+  std::unique_lock lock(mutex_);
+  const auto found = jobs_.find(job->entry.name);
+  if (found == jobs_.end() || found->second != job) return;
+  Entry withdrawal;
+  withdrawal.name = job->entry.name;
+  withdrawal.is_withdrawal = true;
+  unannounced_.push_back(std::move(withdrawal));
+  announce(lock);
+}
+
+// --- the driver ---
+
+class Engine::Over {
+ public:
+  Over(Engine& engine, const Job& job) : engine_(engine), job_(job) {}
+  ~Over() {
+    if (drives) {
+      engine_.release(&job_);
+    } else {
+      engine_.end_wait(job_);
+      const std::lock_guard lock(engine_.mutex_);
+      --engine_.n_calls_;
+    }
+  }
+  Over(const Over&) = delete;
+  Over& operator=(const Over&) = delete;
+  bool drives = false;
+
+ private:
+  Engine& engine_;
+  const Job& job_;
+};
+
+void Engine::call(const std::shared_ptr<Job>& job) {
+  const int64_t now = StallDetector::clock_ns();
+  if (job->entry.name != kJoin) job->label = std::exchange(job->entry.name, kProgram);
+  std::unique_lock lock(mutex_);
+  if (broken_) throw_broken(lock, true);
+  if (stopping_) throw std::invalid_argument("'" + job->title() + "' was called after shutdown()");
+  awaits_.push_back(
+      {job, ++n_awaits_, now, StallDetector::thread_abort_ns, Await::kInCall, std::this_thread::get_id()});
+  ++n_calls_;
+  Over over(*this, *job);
+  while (is_driven_) {
+    wait_for_release(lock);
+    lock.unlock();
+    if (on_idle) on_idle();
+    lock.lock();
+  }
+  if (broken_) throw_broken(lock, true);  // meanwhile
+  --n_calls_;
+  over.drives = is_driven_ = true;
+  calling_ = job;
+  is_announced_ = false;
+  if (detector_ != nullptr) detector_->doing(job->title(), now);
+  const During<std::function<StallDetector::Overdue(int64_t)>> limits(StallDetector::overdue_of_others,
+                                                                      [this](int64_t ns) { return overdue(ns); });
+  try {
+    if (ready_.empty()) exchange_round(lock);
+    else lock.unlock();
+    while (!job->done()) {
+      const uint32_t n_wake_ups = channel_->n_wake_ups();
+      if (!ready_.empty()) {
+        run_next();
+      } else if (is_due()) {
+        lock.lock();
+        exchange_round(lock);
+      } else {
+        channel_->wait(n_wake_ups, kIdleSeconds);
+        report_wait();
+        check_peers();
+        if (on_idle) on_idle();
+      }
+    }
+    if (unmatched_wait_) report_wait();  // it is over
+  } catch (...) {
+    fail_all(std::current_exception());
+    const std::lock_guard seen(mutex_);
+    broken_seen_ = error_seen_ = true;
+    throw;
+  }
+  job->result();
+}
+
+bool Engine::take_over() {
+  std::unique_lock lock(mutex_);
+  if (broken_) return false;
+  if (is_driven_ || n_calls_ != 0) {
+    wait_for_release(lock);
+    return false;
+  }
+  return is_driven_ = true;
+}
+
+void Engine::release(const Job* call) {
+  calling_.reset();
+  const bool is_rest = !ready_.empty();
+  bool sleep;
   {
     const std::lock_guard lock(mutex_);
-    const auto found = jobs_.find(job->entry.name);
-    if (found == jobs_.end() || found->second != job) return;
-    Entry withdrawal;
-    withdrawal.name = job->entry.name;
-    withdrawal.is_withdrawal = true;
-    unannounced_.push_back(std::move(withdrawal));
+    if (call != nullptr) std::erase_if(awaits_, [&](const Await& await) { return await.job.get() == call; });
+    is_driven_ = false;
+    ++n_releases_;
+    sleep = n_sleepers_ != 0;
   }
-  channel_->wake();
+  if (sleep) futex_wake(n_releases_);
+  if (is_rest) channel_->wake();
 }
+
+// Returns after some time at the latest.
+void Engine::wait_for_release(std::unique_lock<std::mutex>& lock) {
+  const uint32_t n_releases = n_releases_;
+  ++n_sleepers_;
+  lock.unlock();
+  futex_wait(n_releases_, n_releases, kIdleSeconds);
+  lock.lock();
+  --n_sleepers_;
+}
+
+void Engine::loop() {
+  pthread_setname_np(pthread_self(), kThreadName);
+  StallDetector::overdue_of_others = [this](int64_t now_ns) { return overdue(now_ns); };
+  while (true) {
+    // Before what it is compared with: whoever changes that wakes this thread afterwards.
+    const uint32_t n_wake_ups = channel_->n_wake_ups();
+    size_t n_jobs;
+    {
+      const std::lock_guard lock(mutex_);
+      if (stopped_ || broken_ || (stopping_ && jobs_.empty())) break;
+      n_jobs = jobs_.size();
+    }
+    pump(n_wake_ups, n_jobs != 0 ? kIdleSeconds : kForeverSeconds);
+  }
+  const std::lock_guard lock(mutex_);
+  ended_ = true;
+  end_.notify_all();
+}
+
+void Engine::pump(uint32_t n_wake_ups, double timeout_s) {
+  if (!take_over()) return;
+  bool is_idle = false;
+  try {
+    if (!ready_.empty()) {
+      run_next();
+    } else if (is_due()) {
+      std::unique_lock lock(mutex_);
+      exchange_round(lock);
+    } else {
+      is_idle = true;
+    }
+    if (is_idle || unmatched_wait_) report_wait();
+    if (is_idle) check_peers();
+  } catch (...) {
+    fail_all(std::current_exception());
+  }
+  release();
+  if (!is_idle) return;
+  try {
+    channel_->wait(n_wake_ups, timeout_s);
+  } catch (...) {
+    while (!take_over()) {
+      const std::lock_guard lock(mutex_);
+      if (broken_) return;
+    }
+    fail_all(std::current_exception());
+    release();
+  }
+}
+
+// Whether this rank enters the next round now.
+bool Engine::is_due() {
+  if (calling_ != nullptr && (!is_announced_ || !is_quiet_)) return true;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!unannounced_.empty()) return true;
+    const Waits waits = waiting();
+    if (!waits.none() && (!is_quiet_ || waits != announced_waits_)) return true;
+  }
+  return channel_->is_demanded();
+}
+
+// --- waits ---
 
 void Engine::watched_by(std::shared_ptr<StallDetector> detector) {
   const std::lock_guard lock(mutex_);
@@ -224,7 +447,8 @@ void Engine::begin_wait(std::shared_ptr<Job> job, bool beside) {
   const std::lock_guard lock(mutex_);
   std::erase_if(awaits_, [&](const Await& await) { return await.job == job; });
   const int64_t abort_ns = StallDetector::thread_abort_ns;
-  awaits_.push_back({std::move(job), ++n_awaits_, StallDetector::clock_ns(), abort_ns, beside, this_thread()});
+  awaits_.push_back({std::move(job), ++n_awaits_, StallDetector::clock_ns(), abort_ns,
+                     beside ? Await::kBeside : Await::kHere, std::this_thread::get_id()});
 }
 
 void Engine::end_wait(const Job& job) {
@@ -252,42 +476,35 @@ StallDetector::Overdue Engine::overdue(int64_t now_ns) {
   return {await->abort_ns, detector_->running_ns(await->since_ns, now_ns) - await->abort_ns};
 }
 
-// Returns which waits this rank has been in for some time; a wait that is over does not count, even if its thread has
-// not woken up yet. The training thread's number is odd if it waits for an asynchronous operation.
-Engine::Waits Engine::waiting() {
-  const DirectWait direct = direct_waits_ ? direct_waits_() : DirectWait{};
-  // If that thread has ended, any thread may be the training thread.
-  const bool is_anyones = syscall(SYS_tgkill, pid_, owner_, 0) != 0;
-  const auto counts = [&](int thread) { return is_anyones || thread == owner_; };
-  uint64_t wait = 0, beside = 0;
-  {
-    const std::lock_guard lock(mutex_);
-    const auto long_ago = StallDetector::clock_ns() - static_cast<int64_t>(kBlockedSeconds * 1e9);
-    for (const Await& await : awaits_) {
-      if (await.job->done()) continue;
-      if (!await.beside && counts(await.thread) && wait == 0) wait = 2 * await.number + 1;
-      if (await.beside && await.since_ns <= long_ago) beside = await.number;
-    }
-    if (stopping_ && !jobs_.empty()) wait = 1;
-    else if (wait == 0 && direct.number % 2 == 1 && counts(direct.thread)) wait = 2 * direct.number;
+// Returns which waits this rank is in, and has been for some time if they are for asynchronous operations. A wait that
+// is over does not count, even if its thread has not woken up yet.
+Engine::Waits Engine::waiting() const {
+  Waits waits;
+  if (stopping_ && !jobs_.empty()) waits.program = UINT64_MAX;
+  if (awaits_.empty()) return waits;
+  int64_t long_ago = 0;
+  const auto is_long = [&](const Await& await) {
+    if (long_ago == 0) long_ago = StallDetector::clock_ns() - static_cast<int64_t>(kBlockedSeconds * 1e9);
+    return await.since_ns <= long_ago;
+  };
+  // If the training thread has ended, any thread may be the training thread.
+  const auto counts = [&](std::thread::id thread) {
+    return thread == owner_thread_ || syscall(SYS_tgkill, pid_, owner_, 0) != 0;
+  };
+  for (const Await& await : awaits_) {
+    // A call that still waits for the driver's end has announced nothing: it counts once it drives.
+    const bool counts_yet = await.how == Await::kInCall ? await.job == calling_ : is_long(await);
+    if (await.job->done() || !counts_yet) continue;
+    if (await.how == Await::kBeside) waits.beside = await.number;
+    else if (waits.program == 0 && counts(await.thread)) waits.program = await.number;
   }
-  const auto now = std::chrono::steady_clock::now();
-  if (wait != wait_) {
-    wait_ = wait;
-    wait_began_ = now;
-  }
-  // Over MPI, the end of a direct call is known only when its thread runs again.
-  const double patience_s = wait % 2 == 1 ? kBlockedSeconds : 6 * kBlockedSeconds;
-  return {std::chrono::duration<double>(now - wait_began_).count() < patience_s ? 0 : wait, beside};
+  return waits;
 }
 
 std::string Engine::waits_in() {
-  {
-    const std::lock_guard lock(mutex_);
-    if (const Await* await = awaited()) return await->job->entry.name;
-    if (stopping_) return "shutdown()";
-  }
-  return direct_waits_ ? direct_waits_().label : "";
+  const std::lock_guard lock(mutex_);
+  if (const Await* await = awaited()) return await->job->title();
+  return stopping_ ? "shutdown()" : "";
 }
 
 size_t Engine::n_in_flight() {
@@ -295,75 +512,66 @@ size_t Engine::n_in_flight() {
   return jobs_.size();
 }
 
-void Engine::loop() {
-  pthread_setname_np(pthread_self(), kThreadName);
-  StallDetector::overdue_of_others = [this](int64_t now_ns) { return overdue(now_ns); };
-  while (true) {
-    size_t n_jobs;
-    {
-      const std::lock_guard lock(mutex_);
-      if (stopped_ || broken_ || (stopping_ && jobs_.empty())) break;
-      n_jobs = jobs_.size();
-    }
-    pump(n_jobs != 0 ? kBlockedSeconds : kForeverSeconds);
-  }
-  unmatched_wait_.reset();
-  const std::lock_guard lock(mutex_);
-  ended_ = true;
-  end_.notify_all();
-}
+// --- rounds ---
 
-void Engine::pump(double timeout_s) {
-  try {
-    const auto round_is_due = [this] {
-      {
-        const std::lock_guard lock(mutex_);
-        if (broken_) std::rethrow_exception(broken_);
-        if (!unannounced_.empty()) return true;
-      }
-      return channel_->peer_is_ahead();
-    };
-    if (!round_is_due()) {
-      channel_->wait(known_.empty() ? timeout_s : std::min(timeout_s, kBlockedSeconds));
-      report_wait();
-      check_peers();
-      // This rank waits while some name lacks its match: announce that to the others, which may be waiting, too.
-      // Twice, since only then is it certain that all waited at the same time.
-      const bool stuck = !known_.empty() && waiting() != Waits{} && n_stuck_rounds_ < 2;
-      if (!stuck && !round_is_due()) return;
-    }
-    exchange_round();
-    if (unmatched_wait_) report_wait();
-  } catch (...) {
-    unmatched_wait_.reset();
-    fail_all(std::current_exception());
+// Unlocks.
+void Engine::exchange_round(std::unique_lock<std::mutex>& lock) {
+  Header mine;
+  Writer more;
+  Round round{false, on_wait_, nullptr};
+  announced_waits_ = waiting();
+  round.demands = is_quiet_ || !unannounced_.empty();
+  for (const Entry& entry : unannounced_) write_entry(more, entry);
+  unannounced_.clear();
+  demands_ = round.demands;
+  round_ = channel_->next_handshake();
+  lock.unlock();
+  if (calling_ != nullptr && !is_announced_) {
+    const Entry& entry = calling_->entry;
+    if (entry.name == kJoin) write_entry(more, entry);
+    else mine = {entry.digest, entry.count, entry.weight, kCalls};
+    is_announced_ = true;
   }
-}
-
-void Engine::exchange_round() {
-  Writer mine;
-  const Waits wait = waiting();
-  mine.number(wait.training);
-  mine.number(wait.beside);
-  {
-    const std::lock_guard lock(mutex_);
-    for (const Entry& entry : unannounced_) write_entry(mine, entry);
-    unannounced_.clear();
-  }
-  const std::vector<std::string> everyone = exchange(mine.text());
+  mine.flags |= kEntered;
+  if (announced_waits_.program != 0) mine.flags |= kBlocked;
+  if (announced_waits_.beside != 0) mine.flags |= kBlockedBeside;
+  mine.n_more = static_cast<uint32_t>(more.text().size());
+  round_since_ns_ = 0;
+  const std::vector<Header> headers = channel_->agree(calling_ != nullptr ? calling_->title() : label(), mine, &round);
+  round_ = 0;
+  has_run_ = false;
 
   ++n_rounds_;
-  std::vector<Waits> waits(channel_->size());
-  bool something_new = false;
+  bool all_call = !known_.contains(kProgram), is_more = false;
+  for (const Header& header : headers) {
+    all_call = all_call && (header.flags & kCalls) != 0;
+    is_more = is_more || header.n_more != 0;
+  }
+  if (all_call && !is_more) {  // nothing else is new
+    Known known;
+    known.has.assign(headers.size(), true);
+    known.entries.reserve(headers.size());
+    for (const Header& header : headers) {
+      known.entries.push_back({kProgram, header.digest, header.count, header.weight, ++n_announced_});
+    }
+    is_quiet_ = false;
+    run_ready(kProgram, std::move(known));
+    return;
+  }
+  const std::vector<std::string> everyone =
+      is_more ? channel_->gather(more.text(), headers) : std::vector<std::string>(headers.size());
+  is_quiet_ = !is_more;
   for (int r = 0; r < channel_->size(); ++r) {
+    const Header& header = headers[r];
+    if ((header.flags & kCalls) != 0) {
+      announced(r, {kProgram, header.digest, header.count, header.weight});
+      is_quiet_ = false;
+    }
     Reader reader(everyone[r]);
-    waits[r].training = reader.number();
-    waits[r].beside = reader.number();
-    something_new = something_new || !reader.at_end();
     while (!reader.at_end()) announced(r, read_entry(reader));
   }
-  const bool something_ran = run_ready();
-  if (are_stuck(waits, something_new || something_ran) && known_.size() > known_.count(kJoin)) fail_unmatched();
+  collect_ready();
+  fail_if_stuck(headers);
 }
 
 void Engine::announced(int rank, Entry entry) {
@@ -385,45 +593,51 @@ void Engine::announced(int rank, Entry entry) {
   known.round = n_rounds_;
   known.entries[rank] = std::move(entry);
   if (rank != channel_->rank()) return;
-  const std::lock_guard lock(mutex_);
-  if (const auto job = jobs_.find(name); job != jobs_.end()) job->second->place(known.position);
+  if (const std::shared_ptr<Job> job = find(name)) job->place(known.position);
 }
 
-// Runs the operations that all ranks have submitted; returns whether there were any.
-bool Engine::run_ready() {
+// Moves what all ranks have submitted to `ready_`.
+void Engine::collect_ready() {
   std::vector<std::string> ready;
   const auto is_due = [this](const std::string& name) { return is_ready(name); };
   std::copy_if(order_.begin(), order_.end(), std::back_inserter(ready), is_due);
   order_.erase(std::remove_if(order_.begin(), order_.end(), is_due), order_.end());
   // Ranks that have joined take part in all operations before the end of join().
   std::stable_partition(ready.begin(), ready.end(), [](const std::string& name) { return name != kJoin; });
+  // The program waits for its call. Then it may continue, while the engine's thread runs the rest.
+  std::stable_partition(ready.begin(), ready.end(), [](const std::string& name) { return name == kProgram; });
   for (const std::string& name : ready) {
-    record_last_rank(name, known_.at(name));
-    Known known = std::move(known_.at(name));
+    ready_.emplace_back(name, std::move(known_.at(name)));
     known_.erase(name);
-    run(name, std::move(known));
   }
-  if (!ready.empty()) moved_ns_ = StallDetector::clock_ns();
-  return !ready.empty();
 }
 
-// Whether no rank can continue by itself: all of them wait, as in the last round, and nothing has `moved` in this one
-// (another thread's operation, while one waits).
-bool Engine::are_stuck(const std::vector<Waits>& waits, bool moved) {
-  // If all ranks wait in direct calls, these will end by themselves.
-  bool all_wait = true, some_wait_here = false, all_wait_beside = true;
+void Engine::run_next() {
+  auto [name, known] = std::move(ready_.front());
+  ready_.pop_front();
+  run_ready(name, std::move(known));
+}
+
+void Engine::run_ready(const std::string& name, Known known) {
+  record_last_rank(name, known);
+  if (unmatched_wait_ && unmatched_name_ == name) {
+    unmatched_wait_->over();
+    unmatched_wait_.reset();
+  }
+  run(name, std::move(known));
+}
+
+// If no rank can continue by itself, ends what is unmatched.
+void Engine::fail_if_stuck(const std::vector<Header>& headers) {
+  bool all_blocked = ready_.empty(), all_beside = ready_.empty();
   for (int r = 0; r < channel_->size(); ++r) {
     if (has_joined(r)) continue;  // it takes part in the others' operations
-    all_wait = all_wait && waits[r].training != 0;
-    some_wait_here = some_wait_here || waits[r].training % 2 == 1;
-    all_wait_beside = all_wait_beside && waits[r].beside != 0;
+    all_blocked = all_blocked && (headers[r].flags & kBlocked) != 0;
+    all_beside = all_beside && (headers[r].flags & kBlockedBeside) != 0;
   }
-  const Waits& wait = waits[channel_->rank()];
-  const bool nothing_moved = !moved && waits == last_waits_;
-  const bool still = !moved && !last_waits_.empty() && last_waits_[channel_->rank()] == wait;
-  n_stuck_rounds_ = wait == Waits{} ? 0 : still ? n_stuck_rounds_ + 1 : 1;
-  last_waits_ = waits;
-  return nothing_moved && ((all_wait && some_wait_here) || all_wait_beside);
+  const size_t n_unmatched = known_.size() - known_.count(kJoin);
+  if (all_blocked && n_unmatched != 0) fail_unmatched(false);
+  else if (all_beside && n_unmatched > known_.count(kProgram)) fail_unmatched(true);
 }
 
 // Treats what `rank` has submitted under this name as not submitted, unless it was run in an earlier round.
@@ -464,7 +678,17 @@ std::vector<int> Engine::numbers(const std::function<bool(int)>& is_so) const {
   return numbers;
 }
 
+// Returns this rank's job of that name; null if there is none.
+std::shared_ptr<Job> Engine::find(const std::string& name) {
+  if (calling_ != nullptr && calling_->entry.name == name) return calling_;
+  const std::lock_guard lock(mutex_);
+  const auto found = jobs_.find(name);
+  return found == jobs_.end() ? nullptr : found->second;
+}
+
+// Returns the same, which is no longer in flight.
 std::shared_ptr<Job> Engine::take(const std::string& name) {
+  if (calling_ != nullptr && calling_->entry.name == name) return calling_;
   const std::lock_guard lock(mutex_);
   const auto found = jobs_.find(name);
   if (found == jobs_.end()) return nullptr;
@@ -477,12 +701,10 @@ std::shared_ptr<Job> Engine::take(const std::string& name) {
 }
 
 void Engine::run(const std::string& name, Known known) {
-  std::shared_ptr<Job> job;  // null if this rank has joined, and until it takes part
-  {
-    const std::lock_guard lock(mutex_);
-    if (const auto found = jobs_.find(name); found != jobs_.end()) job = found->second;
-  }
+  std::shared_ptr<Job> job = find(name);  // null if this rank has joined, and until it takes part
   const bool has_joined = job == nullptr;
+  static const std::string others_call = "a blocking call";
+  const std::string& title = job != nullptr ? job->title() : name == kProgram ? others_call : name;
   std::exception_ptr error;
   try {
     const Entry* first = nullptr;
@@ -498,10 +720,16 @@ void Engine::run(const std::string& name, Known known) {
       for (int r = 0; r < channel_->size(); ++r) {
         if (known.has[r]) descriptions.push_back(everyone[r]);
       }
-      throw Mismatch(explain_(name, descriptions, numbers([&](int r) { return known.has[r]; })));
+      throw Mismatch(explain_(title, descriptions, numbers([&](int r) { return known.has[r]; })));
     }
-    if (std::find(known.has.begin(), known.has.end(), false) != known.has.end()) job = stand_in(name, job, &known);
-    job->begin();
+    const bool needs_stand_in = std::find(known.has.begin(), known.has.end(), false) != known.has.end();
+    if (needs_stand_in) job = stand_in(name, job, &known);
+    // A stand-in's memory is ready only now. A call's label is that of its round.
+    const bool needs_handshake = has_run_ || needs_stand_in;
+    if (needs_handshake || job != calling_) channel_->begin(title, !needs_handshake);
+    has_run_ = true;
+    has_moved_ = true;
+    if (job != calling_) job->begin();
     job->run(known.entries);
   } catch (const Mismatch&) {
     error = std::current_exception();
@@ -511,7 +739,7 @@ void Engine::run(const std::string& name, Known known) {
     error = std::current_exception();
   } catch (...) {
     // Whatever the error is, other ranks may still be in the middle of the operation.
-    failed_in_ = name;
+    if (job == nullptr || job != calling_) failed_in_ = title;
     take(name);
     if (job != nullptr) finish(*job, std::current_exception());
     throw;
@@ -540,14 +768,11 @@ std::shared_ptr<Job> Engine::stand_in(const std::string& name, std::shared_ptr<J
   entry.count = static_cast<int64_t>(reader.number());
   entry.weight = reader.real();
   if (job == nullptr) {
-    std::shared_ptr<Job> join;
-    {
-      const std::lock_guard lock(mutex_);
-      join = jobs_.at(kJoin);
-    }
-    join->stand_in(reader.string());
-    const std::lock_guard lock(mutex_);
-    job = jobs_.at(name);
+    const StandingIn part{this, name};
+    const During<const StandingIn*> submitting(standing_in, &part);
+    find(kJoin)->stand_in(reader.string());
+    job = find(name);
+    if (job == nullptr) throw std::logic_error("a rank that has joined did not take part in an operation");
   }
   for (size_t r = 0; r < known->has.size(); ++r) {
     if (!known->has[r]) known->entries[r] = entry;
@@ -556,6 +781,7 @@ std::shared_ptr<Job> Engine::stand_in(const std::string& name, std::shared_ptr<J
 }
 
 void Engine::finish(Job& job, std::exception_ptr error) {
+  if (&job == calling_.get()) return job.end_call(error);  // and throws its error
   if (error) {
     const std::lock_guard lock(mutex_);
     if (!failed_) failed_ = error;
@@ -569,65 +795,94 @@ void Engine::result(const Job& job) {
   } catch (...) {
     const std::lock_guard lock(mutex_);
     error_seen_ = true;
+    broken_seen_ = broken_seen_ || broken_;
     throw;
   }
 }
 
+std::string Engine::label() {
+  if (calling_ != nullptr) return calling_->title();
+  const std::string label = "the matching of asynchronous operations";
+  const std::lock_guard lock(mutex_);
+  if (const Await* await = awaited()) return await->job->title() + ", in " + label;
+  // With nothing in flight, this rank is still best described by its last operation.
+  return jobs_.empty() ? "" : jobs_.begin()->second->title() + ", in " + label;
+}
+
 std::vector<std::string> Engine::exchange(const std::string& mine) {
-  std::string label = "the matching of asynchronous operations";
-  {
-    const std::lock_guard lock(mutex_);
-    if (const Await* await = awaited()) label = await->job->entry.name + ", in " + label;
-    else if (!jobs_.empty()) label = jobs_.begin()->first + ", in " + label;
-  }
-  return channel_->exchange(mine, label);
+  Header header;
+  header.n_more = static_cast<uint32_t>(mine.size());
+  const std::vector<Header> headers = channel_->agree(label(), header, nullptr);
+  has_run_ = false;
+  return channel_->gather(mine, headers);
 }
 
 void Engine::check_peers() {
   for (const auto& [name, known] : known_) {
     if (!known.has[channel_->rank()]) continue;  // does not affect this rank
+    const std::shared_ptr<Job> job = find(name);
     for (int r = 0; r < channel_->size(); ++r) {
-      if (!known.has[r]) channel_->check(r, name);
+      if (!known.has[r]) channel_->check(r, job == nullptr ? name : job->title());
     }
   }
 }
 
-// Reports to the stall detector that the program waits for an operation that some ranks have not submitted.
-void Engine::report_wait() {
-  auto found = known_.end();
+// Reports to the stall detector that the program waits for an operation that some ranks have not submitted. `flags` are
+// those of all ranks during a round.
+void Engine::report_wait(const std::vector<uint32_t>& flags) {
+  std::string name, title;
   int64_t since = 0;
   {
     const std::lock_guard lock(mutex_);
     if (detector_ == nullptr) return;
     if (const Await* await = awaited()) {
       since = await->since_ns;
-      found = known_.find(await->job->entry.name);
+      name = await->job->entry.name;
+      title = await->job->title();
     } else if (stopping_) {
       since = stopping_ns_;
-      found = std::find_if(known_.begin(), known_.end(),
-                           [&](const auto& each) { return each.second.has[channel_->rank()]; });
+      const auto found = std::find_if(known_.begin(), known_.end(),
+                                      [&](const auto& each) { return each.second.has[channel_->rank()]; });
+      if (found != known_.end()) name = title = found->first;
     }
   }
-  const bool waits = found != known_.end();
+  const auto found = known_.find(name);
+  const bool is_known = found != known_.end();
+  const bool waits = is_known || !flags.empty();
+  if (name.empty() && waits) {  // only the engine waits
+    if (round_since_ns_ == 0) round_since_ns_ = StallDetector::clock_ns();
+    since = round_since_ns_;
+    title = "the matching of asynchronous operations";
+  }
+  if (std::exchange(has_moved_, false)) moved_ns_ = StallDetector::clock_ns();
   // A rank that has joined waits only while the others do nothing.
-  if (waits && found->first == kJoin) since = std::max(since, moved_ns_);
+  if (waits && name == kJoin) since = std::max(since, moved_ns_);
   if (unmatched_wait_ && (!waits || since != unmatched_since_ns_)) {
     unmatched_wait_->over();
     unmatched_wait_.reset();
   }
   if (!waits) return;
-  if (!unmatched_wait_) unmatched_wait_.emplace(detector_, since);
+  // Without the time for which the process was stopped.
+  const int64_t now = StallDetector::clock_ns();
+  if (!unmatched_wait_) unmatched_wait_.emplace(detector_, now - detector_->running_ns(since, now));
   unmatched_since_ns_ = since;
-  const std::vector<bool>& has = found->second.has;
-  const auto is_late = [&](int r) { return !has[r] && (found->first == kJoin || !has_joined(r)); };
-  unmatched_wait_->report_if_due(found->first + detector_->scope(ranks_), numbers([&](int r) { return !is_late(r); }),
+  unmatched_name_ = name;
+  const auto is_late = [&](int r) {
+    if (!is_known) return flags[r] == 0;
+    if (found->second.has[r]) return false;
+    // What is announced in this round is not known yet.
+    if (name == kProgram && !flags.empty() && (flags[r] & kCalls) != 0) return false;
+    return name == kJoin || !has_joined(r);
+  };
+  unmatched_wait_->report_if_due(title + detector_->scope(ranks_), numbers([&](int r) { return !is_late(r); }),
                                  numbers(is_late));
 }
 
 // Records which rank was the last to submit an operation that the program waits for.
 void Engine::record_last_rank(const std::string& name, const Known& known) {
+  if (known.latest < 0 || known.latest == channel_->rank()) return;
   const std::lock_guard lock(mutex_);
-  if (detector_ == nullptr || known.latest < 0 || known.latest == channel_->rank()) return;
+  if (detector_ == nullptr) return;
   for (const Await& await : awaits_) {
     if (await.job->entry.name != name) continue;
     if (unmatched_wait_) unmatched_wait_->look();
@@ -635,18 +890,37 @@ void Engine::record_last_rank(const std::string& name, const Known& known) {
   }
 }
 
-// All ranks wait, none of them for an operation that all have submitted: every name in flight lacks some rank.
-void Engine::fail_unmatched() {
+// All ranks wait, none of them for an operation that all have submitted: every name in flight lacks some rank. Does
+// nothing if one of them does not wait any more.
+void Engine::fail_unmatched(bool only_beside) {
+  Writer confirmation;
+  {
+    const std::lock_guard lock(mutex_);
+    const Waits waits = waiting();
+    const bool still =
+        only_beside ? waits.beside == announced_waits_.beside : waits.program == announced_waits_.program;
+    confirmation.number(still && unannounced_.empty());
+  }
+  confirmation.string(waits_in());
+  std::vector<std::string> calls;
+  bool confirmed = true;
+  for (const std::string& text : exchange(confirmation.text())) {
+    Reader reader(text);
+    confirmed = reader.number() != 0 && confirmed;
+    calls.push_back(reader.string());
+  }
+  if (!confirmed) return;
   // As soon as the first job has failed, its thread may submit again, under any of these names.
   std::map<std::string, Known> unmatched;
   unmatched.swap(known_);
   order_.clear();
-  if (auto join = unmatched.extract(kJoin)) {
-    known_.insert(std::move(join));
-    order_.emplace_back(kJoin);
+  for (const char* kept : {kJoin, only_beside ? kProgram : kJoin}) {
+    if (auto known = unmatched.extract(kept)) {
+      known_.insert(std::move(known));
+      order_.emplace_back(kept);
+    }
   }
   ++n_failed_;
-  const std::vector<std::string> calls = exchange(waits_in());
   std::vector<std::pair<std::shared_ptr<Job>, std::string>> failed;
   for (const auto& [name, known] : unmatched) {
     if (!known.has[channel_->rank()]) continue;
@@ -656,16 +930,19 @@ void Engine::fail_unmatched() {
     for (int r = 0; r < channel_->size(); ++r) {
       if (lacks(r) && !calls[r].empty()) elsewhere += ", rank " + std::to_string(ranks_[r]) + " in " + calls[r];
     }
-    failed.emplace_back(take(name), name + " was submitted by " + have + " but not by " + ranks_text(numbers(lacks)) +
-                                        ", and every rank is waiting" + elsewhere +
-                                        ": none can continue. Look for a call that some ranks do not make, such as "
-                                        "one inside `if rank == 0`, or make in another order. Asynchronous operations "
-                                        "are matched by name.");
+    const std::shared_ptr<Job> job = take(name);
+    failed.emplace_back(job, job->title() + (name == kProgram ? " was called by " : " was submitted by ") + have +
+                                 " but not by " + ranks_text(numbers(lacks)) + ", and every rank is waiting" +
+                                 elsewhere +
+                                 ": none can continue. Look for a call that some ranks do not make, such as "
+                                 "one inside `if rank == 0`, or make in another order. Asynchronous operations "
+                                 "are matched by name.");
   }
   for (const auto& [job, text] : failed) finish(*job, std::make_exception_ptr(Mismatch(text)));
 }
 
 void Engine::fail_all(std::exception_ptr error) {
+  unmatched_wait_.reset();
   // An operation's own error is raised by its handle; all other handles, and later ones, raise why the engine stopped.
   std::string reason = "asynchronous operations stopped";
   bool is_loss = true;
@@ -679,12 +956,14 @@ void Engine::fail_all(std::exception_ptr error) {
     reason = stalled.what();
     is_loss = false;
   } catch (const std::exception& e) {
-    reason = (failed_in_.empty() ? "the matching of asynchronous operations" : failed_in_) + " raised " + e.what();
+    if (calling_ != nullptr && failed_in_.empty()) reason = in_one_line(e);
+    else reason = (failed_in_.empty() ? "the matching of asynchronous operations" : failed_in_) + " raised " + e.what();
   } catch (...) {
   }
   std::map<std::string, std::shared_ptr<Job>> jobs;
   {
     const std::lock_guard lock(mutex_);
+    if (broken_) return;
     broken_ = is_loss ? std::make_exception_ptr(PeerLost(reason)) : error;
     jobs.swap(jobs_);
     changing_.clear();
@@ -706,11 +985,11 @@ void Engine::fail_all(std::exception_ptr error) {
 
 void Engine::drain() {
   {
-    const std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
     stopping_ = true;
     stopping_ns_ = StallDetector::clock_ns();
+    announce(lock);
   }
-  channel_->wake();
   const auto has_ended = [this] {
     std::unique_lock lock(mutex_);
     return end_.wait_for(lock, std::chrono::duration<double>(kBlockedSeconds), [this] { return ended_; });

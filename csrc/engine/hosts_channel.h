@@ -19,47 +19,54 @@
 
 namespace horo {
 
-// A rank that enters a round wakes all others, so engines need not exchange messages all the time. Nothing can wake a
-// thread that waits for a message, so an idle engine checks for one now and then.
+// A rank that demands a round sends the others a wake-up, so engines need not exchange messages all the time. Nothing
+// can wake a thread that waits for a message, so an idle engine checks for one now and then.
 class HostsChannel : public Channel {
  public:
   HostsChannel(std::shared_ptr<HostsGroup> group, std::shared_ptr<ControlChannel> wake_ups)
       : group_(std::move(group)), wake_ups_(std::move(wake_ups)) {}
   int rank() const override { return group_->rank(); }
   int size() const override { return group_->size(); }
-  std::vector<std::string> exchange(const std::string& mine, const std::string& label) override {
-    std::map<int, std::string> texts;
-    for (int r = 0; r < size(); ++r) {
-      if (r != rank()) texts[r] = std::string(reinterpret_cast<const char*>(&round_), sizeof(round_));
-    }
-    wake_ups_->send(texts, kWakeUp);
-    ++round_;
-    is_behind_ = false;
-    const std::vector<Header> headers = group_->agree(label, {0, static_cast<int64_t>(mine.size()), 1.0});
+  uint64_t next_handshake() const override { return n_handshakes_ + 1; }
+  std::vector<Header> agree(const std::string& label, const Header& mine, const Round* round) override {
+    const uint64_t number = ++n_handshakes_;
+    if (round == nullptr) return group_->agree(label, mine);
+    if (round->demands) send_wake_ups(number);
+    // Another thread cannot send them: it may hold the GIL, which another one needs to leave MPI.
+    const Round polled = {round->demands, round->on_wait, [&, is_sent = round->demands]() mutable {
+                            if (is_sent || wanted_ < number) return;
+                            is_sent = true;
+                            send_wake_ups(number);
+                          }};
+    return group_->agree(label, mine, &polled);
+  }
+  std::vector<std::string> gather(const std::string& mine, const std::vector<Header>& headers) override {
     return group_->gather(mine, headers);
   }
-  bool peer_is_ahead() override {
+  void begin(const std::string& label, bool) override { group_->peers().set_label(label); }
+  void demand(uint64_t handshake) override { raise(wanted_, handshake); }
+  bool is_demanded() override {
     for (const ShortMessage& message : wake_ups_->receive()) {
-      uint64_t round = 0;
-      std::memcpy(&round, message.text.data(), std::min(sizeof(round), message.text.size()));
-      // Wake-ups for rounds that this rank has already entered are late.
-      is_behind_ = is_behind_ || round >= round_;
+      uint64_t handshake = 0;
+      std::memcpy(&handshake, message.text.data(), std::min(sizeof(handshake), message.text.size()));
+      raise(demanded_, handshake);
     }
-    return is_behind_;
+    return demanded_ > n_handshakes_;
   }
-  void wait(double timeout_s) override {
+  uint32_t n_wake_ups() override { return n_wake_ups_; }
+  void wait(uint32_t n_wake_ups, double timeout_s) override {
     const auto until = Clock::now() + std::chrono::duration<double>(timeout_s);
-    for (double pause_s = kShortestPauseSeconds; n_wake_ups_ == n_seen_ && Clock::now() < until;
+    for (double pause_s = kShortestPauseSeconds; n_wake_ups_ == n_wake_ups && !is_demanded() && Clock::now() < until;
          pause_s = std::min(kLongestPauseSeconds, 1.5 * pause_s)) {
-      futex_wait(n_wake_ups_, n_seen_, pause_s);
-      if (n_wake_ups_ == n_seen_ && peer_is_ahead()) return;
+      futex_wait(n_wake_ups_, n_wake_ups, pause_s);
     }
-    n_seen_ = n_wake_ups_;
   }
   void wake() override {
     ++n_wake_ups_;
     futex_wake(n_wake_ups_);
   }
+  void set_on_idle(std::function<void()> on_idle) override { group_->set_on_idle(on_idle); }
+  void check_usable() override { group_->check_usable(); }
   void check(int rank, const std::string& name) override { group_->peers().check_one(rank, name); }
   void abandon(const std::string& reason) override { group_->abandon(reason); }
   void pass_on(const PeerLost& lost) override { group_->pass_on(lost); }
@@ -70,12 +77,23 @@ class HostsChannel : public Channel {
   static constexpr double kShortestPauseSeconds = 50e-6;
   static constexpr double kLongestPauseSeconds = 5e-3;
 
+  static void raise(std::atomic<uint64_t>& value, uint64_t least) {
+    for (uint64_t last = value; last < least;) value.compare_exchange_weak(last, least);
+  }
+  void send_wake_ups(uint64_t handshake) {
+    std::map<int, std::string> texts;
+    for (int r = 0; r < size(); ++r) {
+      if (r != rank()) texts[r] = std::string(reinterpret_cast<const char*>(&handshake), sizeof(handshake));
+    }
+    wake_ups_->send(texts, kWakeUp);
+  }
+
   std::shared_ptr<HostsGroup> group_;
   std::shared_ptr<ControlChannel> wake_ups_;
-  uint64_t round_ = 0;
-  bool is_behind_ = false;  // a peer has entered a round that this rank has not
+  std::atomic<uint64_t> n_handshakes_{0};  // of this channel
+  std::atomic<uint64_t> demanded_{0};      // the latest that a peer demands
+  std::atomic<uint64_t> wanted_{0};        // the latest that this rank demands
   std::atomic<uint32_t> n_wake_ups_{0};
-  uint32_t n_seen_ = 0;  // how many of them the engine's thread has seen
 };
 
 }  // namespace horo

@@ -1,9 +1,7 @@
 #include "hosts/hosts_group.h"
 
-#include <sys/syscall.h>
-#include <unistd.h>
-
 #include <algorithm>
+#include <optional>
 
 namespace horo {
 namespace {
@@ -14,17 +12,31 @@ Message message(int peer, std::string& text) {
   return {peer, kGatherTag, reinterpret_cast<uint8_t*>(text.data()), text.size()};
 }
 
+// Does something else, too, between polls.
+class Polled : public Transfer {
+ public:
+  Polled(Transfer& transfer, const std::function<void()>& on_poll) : transfer_(transfer), on_poll_(on_poll) {}
+  bool done() override {
+    if (transfer_.done()) return true;
+    on_poll_();
+    return false;
+  }
+
+ private:
+  Transfer& transfer_;
+  const std::function<void()>& on_poll_;
+};
+
 }  // namespace
 
 HostsGroup::HostsGroup(ShmGroup& host, std::shared_ptr<Carrier> carrier, std::shared_ptr<ControlChannel> control,
                        Hosts hosts, uint8_t* memory, std::shared_ptr<StallDetector> detector, std::vector<int> ranks,
-                       std::vector<std::string> names, bool direct)
+                       std::vector<std::string> names)
     : host_(host),
       carrier_(std::move(carrier)),
       detector_(std::move(detector)),
       ranks_(std::move(ranks)),
       rank_(hosts.ranks[hosts.here][host.rank()]),
-      direct_(direct),
       allreduce_(host, carrier_, hosts, memory),
       broadcast_(host, carrier_, std::move(hosts), memory),
       peers_(std::move(control), host, detector_, rank_, ranks_, std::move(names)),
@@ -33,26 +45,36 @@ HostsGroup::HostsGroup(ShmGroup& host, std::shared_ptr<Carrier> carrier, std::sh
 
 // --- operations ---
 
-std::vector<Header> HostsGroup::agree(const std::string& label, Header mine) {
-  {
-    const std::lock_guard lock(mutex_);
-    if (!broken_.empty()) {
-      throw PeerLost("an operation failed, and this group of ranks can no longer be used (" + broken_ +
-                     "): to continue, call shutdown() and then init() on every rank");
-    }
-  }
+void HostsGroup::check_usable() const {
+  const std::lock_guard lock(mutex_);
+  if (broken_.empty()) return;
+  throw PeerLost("an operation failed, and this group of ranks can no longer be used (" + broken_ +
+                 "): to continue, call shutdown() and then init() on every rank");
+}
+
+std::vector<Header> HostsGroup::agree(const std::string& label, const Header& mine, const Round* round) {
+  check_usable();
   detector_->check();
-  arrival_ = {mine, waited_s_};
-  if (direct_) detector_->doing(label, StallDetector::clock_ns());
-  peers_.begin(label);
+  const bool is_round = round != nullptr;
+  arrival_ = {mine, is_round ? waited_s_ : -1.0};
+  peers_.begin(label, mine.flags);
   giving_up_on_error([&] {
-    wait(*carrier_->allgather(reinterpret_cast<const uint8_t*>(&arrival_), sizeof(arrival_),
-                              reinterpret_cast<uint8_t*>(arrivals_.data())));
+    const std::unique_ptr<Transfer> all = carrier_->allgather(
+        reinterpret_cast<const uint8_t*>(&arrival_), sizeof(arrival_), reinterpret_cast<uint8_t*>(arrivals_.data()));
+    wait(*all, round);
   });
-  record_last_rank();
-  waited_s_ = 1e-9 * static_cast<double>(detector_->running_ns(peers_.began_ns(), StallDetector::clock_ns()));
   std::vector<Header> headers;
-  for (const Arrival& arrival : arrivals_) headers.push_back(arrival.header);
+  bool all_call = true;
+  for (const Arrival& arrival : arrivals_) {
+    headers.push_back(arrival.header);
+    all_call = all_call && (arrival.header.flags & kCalls) != 0;
+  }
+  if (!is_round) return headers;
+  record_last_rank();
+  waited_s_ = -1.0;
+  if (all_call) {
+    waited_s_ = 1e-9 * static_cast<double>(detector_->running_ns(peers_.began_ns(), StallDetector::clock_ns()));
+  }
   return headers;
 }
 
@@ -62,7 +84,7 @@ void HostsGroup::record_last_rank() {
     return one.waited_s < other.waited_s;
   });
   const auto number = last - arrivals_.begin();
-  if (!direct_ || number == rank_ || waited_s_ <= 0) return;
+  if (number == rank_ || waited_s_ <= 0 || last->waited_s < 0) return;
   detector_->waited_for(ranks_[number], static_cast<int64_t>(1e9 * (waited_s_ - last->waited_s)));
 }
 
@@ -72,7 +94,7 @@ std::vector<std::string> HostsGroup::gather(const std::string& mine, const std::
   outgoing_ = mine;
   for (int i = 1; i < size(); ++i) {
     const int peer = (rank_ + i) % size();  // so that not all send to 0 first
-    incoming_[peer].resize(static_cast<size_t>(headers[peer].count));
+    incoming_[peer].resize(headers[peer].n_more);
     add_in_pieces(receive, message(peer, incoming_[peer]), largest);
     add_in_pieces(send, message(peer, outgoing_), largest);
   }
@@ -124,28 +146,26 @@ void HostsGroup::exchange_on_host(const std::vector<Buffer>& stream, const std::
 
 // --- waiting and ending ---
 
-void HostsGroup::wait(Transfer& transfer) {
+void HostsGroup::wait(Transfer& transfer, const Round* round) {
   StallDetector::Wait wait(detector_);
-  struct Waiting {
-    std::atomic<uint64_t>& n_waits;
-    ~Waiting() { n_waits += n_waits % 2; }
-  } waiting{n_waits_};
   giving_up_on_error([&] {
-    transfer.wait([&] {
-      if (n_waits_ % 2 == 0) {
-        waiting_thread_ = static_cast<int>(syscall(SYS_gettid));
-        ++n_waits_;
-      }
-      idle(wait);
-    });
+    std::optional<Polled> polled;
+    if (round != nullptr && round->on_poll) polled.emplace(transfer, round->on_poll);
+    (polled ? *polled : transfer).wait([&] { idle(wait, round); });
   });
   wait.over();
 }
 
-void HostsGroup::idle(StallDetector::Wait& wait) {
+void HostsGroup::idle(StallDetector::Wait& wait, const Round* round) {
   peers_.check_all();
-  peers_.report_wait(wait);
-  if (on_idle) on_idle();
+  if (round != nullptr) {
+    check_usable();  // another thread may have given up
+    wait.look();
+    round->on_wait(peers_.entered());
+  } else {
+    peers_.report_wait(wait);
+  }
+  if (on_idle_) on_idle_();
 }
 
 // An operation that ends early leaves the group unusable, which is reported to the others.

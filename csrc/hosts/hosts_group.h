@@ -5,7 +5,6 @@
 // may be written to until the carrier has ended.
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -25,18 +24,20 @@ namespace horo {
 class HostsGroup {
  public:
   // `host` contains the ranks of this host, in the order of `hosts`; they share `memory`, of hosts.memory_bytes().
-  // `ranks` and `names` are the ranks' numbers and names in messages. If the calls are `direct`, the group reports what
-  // the training thread does, and for which ranks it waits.
+  // `ranks` and `names` are the ranks' numbers and names in messages.
   HostsGroup(ShmGroup& host, std::shared_ptr<Carrier> carrier, std::shared_ptr<ControlChannel> control, Hosts hosts,
              uint8_t* memory, std::shared_ptr<StallDetector> detector, std::vector<int> ranks,
-             std::vector<std::string> names, bool direct);
+             std::vector<std::string> names);
 
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(ranks_.size()); }
 
-  // The handshake: returns every rank's header, in rank order, when all have entered. `label` is its name in messages.
-  std::vector<Header> agree(const std::string& label, Header mine);
-  // Returns every rank's bytes, in rank order, after an agree() with their numbers as counts.
+  // The handshake: returns every rank's header, in rank order, when all have entered. `label` is its name in messages;
+  // "": that of the last one.
+  std::vector<Header> agree(const std::string& label, const Header& mine, const Round* round = nullptr);
+  // Throws if an operation has failed, and the group can no longer be used.
+  void check_usable() const;
+  // Returns every rank's bytes, in rank order, after an agree() with their numbers in the headers.
   std::vector<std::string> gather(const std::string& mine, const std::vector<Header>& headers);
   // Reduces these tensors in place. There is a weight for every rank, or none.
   void allreduce(const std::vector<TensorRef>& tensors, Op op, Wire wire, const std::vector<double>& weights,
@@ -51,7 +52,7 @@ class HostsGroup {
   void exchange_on_host(const std::vector<Buffer>& stream, const std::vector<size_t>& stream_bytes,
                         const std::vector<Wanted>& wanted);
   // Waits for a transfer of the carrier.
-  void wait(Transfer& transfer);
+  void wait(Transfer& transfer) { wait(transfer, nullptr); }
 
   PeerStatus& peers() { return peers_; }
   const PeerStatus& peers() const { return peers_; }
@@ -61,19 +62,15 @@ class HostsGroup {
   void pass_on(const PeerLost& lost);
   bool given_up() const;
 
-  // A number that changes whenever this rank begins or ends a wait for others, odd during the wait; and the kernel's ID
-  // of the thread that waits, or waited last. For any thread.
-  uint64_t n_waits() const { return n_waits_; }
-  int waiting_thread() const { return waiting_thread_; }
-
-  // Called a few times per second while waiting, to handle signals; throws to stop waiting.
-  std::function<void()> on_idle;
+  // Called a few times per second while waiting, also for ranks of this host, to handle signals; throws to stop
+  // waiting.
+  void set_on_idle(const std::function<void()>& on_idle) { host_.on_idle = on_idle_ = on_idle; }
 
  private:
   // Data that travels with a handshake.
   struct Arrival {
     Header header;
-    double waited_s;  // in the previous one
+    double waited_s;  // in the previous one; less than 0: not the program
   };
 
   void reduce(HostsAllreduce::Reduce how, const Layout& layout, const std::vector<double>& weights, Factor factor);
@@ -83,7 +80,8 @@ class HostsGroup {
   void reporting_waits(Operation operation);
   void fail(const std::string& broken, const std::string& reason);
   void note_broken(const std::string& broken);
-  void idle(StallDetector::Wait& wait);
+  void wait(Transfer& transfer, const Round* round);
+  void idle(StallDetector::Wait& wait, const Round* round = nullptr);
   void record_last_rank();
 
   ShmGroup& host_;
@@ -91,16 +89,14 @@ class HostsGroup {
   const std::shared_ptr<StallDetector> detector_;
   const std::vector<int> ranks_;
   const int rank_;
-  const bool direct_;
   HostsAllreduce allreduce_;
   HostsBroadcast broadcast_;
   PeerStatus peers_;
-  std::atomic<uint64_t> n_waits_{0};
-  std::atomic<int> waiting_thread_{0};
   mutable std::mutex mutex_;
   std::string broken_;  // why this group can no longer be used; under the mutex
 
   // Only for the thread that makes the calls. The carrier may access these after an exception.
+  std::function<void()> on_idle_;
   double waited_s_ = 0.0;  // in the last handshake
   Arrival arrival_{};
   std::vector<Arrival> arrivals_;

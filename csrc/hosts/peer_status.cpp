@@ -52,11 +52,17 @@ PeerStatus::PeerStatus(std::shared_ptr<ControlChannel> control, ShmGroup& host, 
       scope_(detector_->scope(ranks_)),
       n_records_(ranks_.size()) {}
 
-void PeerStatus::begin(const std::string& label) {
+void PeerStatus::begin(const std::string& label, uint32_t flags) {
   const std::lock_guard lock(mutex_);
-  label_ = label;
+  if (!label.empty()) label_ = label;
+  flags_ = flags;
   ++n_begun_;
   began_ns_ = StallDetector::clock_ns();
+}
+
+void PeerStatus::set_label(const std::string& label) {
+  const std::lock_guard lock(mutex_);
+  label_ = label;
 }
 
 std::string PeerStatus::label() const {
@@ -114,9 +120,11 @@ void PeerStatus::note(const ShortMessage& message) {
     case kStalled:
       detector_->stall(text);
       break;
-    case kArrived:
-      arrivals_[message.peer] = {take<uint64_t>(text), StallDetector::clock_ns()};
+    case kArrived: {
+      const auto n_begun = take<uint64_t>(text);
+      arrivals_[message.peer] = {n_begun, take<uint32_t>(text), StallDetector::clock_ns()};
       break;
+    }
     case kAnnounced: {
       const auto expect_s = take<double>(text);
       detector_->announce(ranks_[message.peer], text, expect_s);
@@ -175,36 +183,40 @@ bool PeerStatus::has_left(int peer, int64_t n_records) {
 // --- to the peers ---
 
 void PeerStatus::report_wait(StallDetector::Wait& wait) {
-  send_arrived();
-  std::string label;
+  const std::vector<uint32_t> entered = this->entered();
+  const std::string label = this->label();
   std::vector<int> here, late;
-  {
-    const std::lock_guard lock(mutex_);
-    label = label_;
-    const int64_t now = StallDetector::clock_ns();
-    for (int r = 0; r < static_cast<int>(ranks_.size()); ++r) {
-      const auto found = arrivals_.find(r);
-      const bool is_here = r == rank_ || (found != arrivals_.end() && found->second.n_begun >= n_begun_ &&
-                                          now - found->second.ns < kFreshNs);
-      (is_here ? here : late).push_back(ranks_[r]);
-    }
-  }
+  for (size_t r = 0; r < ranks_.size(); ++r) (entered[r] != 0 ? here : late).push_back(ranks_[r]);
   if (label == kJoin) detector_->check();
   else wait.report_if_due(label + scope_, here, late);
+}
+
+std::vector<uint32_t> PeerStatus::entered() {
+  send_arrived();
+  const std::lock_guard lock(mutex_);
+  const int64_t now = StallDetector::clock_ns();
+  std::vector<uint32_t> flags(ranks_.size());
+  for (const auto& [peer, arrival] : arrivals_) {
+    if (arrival.n_begun >= n_begun_ && now - arrival.ns < kFreshNs) flags[peer] = arrival.flags | kEntered;
+  }
+  flags[rank_] = flags_ | kEntered;
+  return flags;
 }
 
 // Tells peers which operation this rank is in, if it has been in it for a while.
 void PeerStatus::send_arrived() {
   uint64_t n_begun;
+  uint32_t flags;
   {
     const std::lock_guard lock(mutex_);
     const int64_t now = StallDetector::clock_ns();
     n_begun = n_begun_;
+    flags = flags_;
     const bool is_due = now - began_ns_ > kArrivedNs && (arrival_.n_begun < n_begun || now - arrival_.ns > kAgainNs);
     if (!is_due) return;
-    arrival_ = {n_begun, now};
+    arrival_ = {n_begun, flags, now};
   }
-  control_->send(to_all(text_of(n_begun)), kArrived);
+  control_->send(to_all(text_of(n_begun) + " " + text_of(flags)), kArrived);
 }
 
 void PeerStatus::announce(const std::string& what, double expect_s) {

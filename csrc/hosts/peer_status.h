@@ -26,7 +26,8 @@ class PeerStatus {
              std::vector<int> ranks, std::vector<std::string> names);
 
   // Begins another operation on this rank.
-  void begin(const std::string& label);
+  void begin(const std::string& label, uint32_t flags = 0);
+  void set_label(const std::string& label);
   // The last operation, and when it began, by StallDetector::clock_ns().
   std::string label() const;
   int64_t began_ns() const;
@@ -40,6 +41,8 @@ class PeerStatus {
 
   // Shows the ranks of this host, and ranks that wait on other hosts, that this one waits.
   void report_wait(StallDetector::Wait& wait);
+  // For a wait in a round: reports that this rank waits, and returns the flags of those that do; 0: they do not.
+  std::vector<uint32_t> entered();
   // Tells peers how late this rank will be; "": no longer.
   void announce(const std::string& what, double expect_s);
   // Counts a record of messages that this rank has sent to a peer, which learns their number when this rank leaves.
@@ -59,6 +62,7 @@ class PeerStatus {
   };
   struct Arrival {
     uint64_t n_begun = 0;
+    uint32_t flags = 0;
     int64_t ns = 0;
   };
 
@@ -85,6 +89,7 @@ class PeerStatus {
   std::string label_;
   int64_t began_ns_ = 0;
   uint64_t n_begun_ = 0;
+  uint32_t flags_ = 0;
   std::vector<int64_t> n_records_;  // of messages that this rank has sent to each peer
   std::map<int, Left> left_;
   std::string lost_;    // which rank gave up, and why, or why another rank gave up

@@ -142,16 +142,6 @@ class Line {
 std::atomic<ShmGroup*> reporter{nullptr};
 std::atomic<pid_t> reporter_pid{0};
 
-// Makes a counter odd during a wait.
-class Waiting {
- public:
-  explicit Waiting(std::atomic<uint64_t>& counter) : counter_(counter) { counter_.fetch_add(1); }
-  ~Waiting() { counter_.fetch_add(1); }
-
- private:
-  std::atomic<uint64_t>& counter_;
-};
-
 }  // namespace
 
 // A counter that one rank advances and for which all may wait.
@@ -166,6 +156,7 @@ struct alignas(4096) ShmGroup::RankBlock {
   Flag packed;
   Flag reduced;
   Flag wake_up;
+  std::atomic<uint32_t> demanded;  // the latest handshake that peers' engines are to enter
   std::atomic<uint32_t> state;
   SharedText<kTextBytes> label;   // this rank's current or last operation
   SharedText<kTextBytes> reason;  // why it gave up or left
@@ -233,7 +224,7 @@ void ShmGroup::signal(Flag& flag, uint32_t value) {
   if (flag.n_sleepers.load(std::memory_order_seq_cst) != 0) futex_wake(flag.value);
 }
 
-void ShmGroup::wait_for(int rank, Flag RankBlock::* which, uint32_t value) {
+void ShmGroup::wait_for(int rank, Flag RankBlock::* which, uint32_t value, const Round* round) {
   Flag& flag = block(rank).*which;
   const auto is_there = [&] { return reached(flag.value.load(std::memory_order_acquire), value); };
   if (is_there()) return;
@@ -252,10 +243,6 @@ void ShmGroup::wait_for(int rank, Flag RankBlock::* which, uint32_t value) {
     }
     if (oversubscribed_) sched_yield();
   }
-  awaited_ = &flag;
-  awaited_value_ = value;
-  waiting_thread_ = static_cast<int>(syscall(SYS_gettid));
-  const Waiting waiting(n_waits_);
   StallDetector::Wait wait(detector_);
   while (true) {
     flag.n_sleepers.fetch_add(1, std::memory_order_seq_cst);
@@ -264,7 +251,7 @@ void ShmGroup::wait_for(int rank, Flag RankBlock::* which, uint32_t value) {
     flag.n_sleepers.fetch_sub(1, std::memory_order_seq_cst);
     std::string cause;
     if (!is_there()) {
-      report_wait(wait, which, value);
+      report_wait(wait, which, value, round);
       cause = why_lost(rank);
     }
     // Again: while this rank wrote a stall report, the other may have arrived, and then left.
@@ -277,6 +264,7 @@ void ShmGroup::wait_for(int rank, Flag RankBlock::* which, uint32_t value) {
       throw PeerLost(name(rank_) + " has left (" + block(rank_).reason.get() + ") while it waited in " +
                      block(rank_).label.get());
     }
+    check_not_given_up();  // in the same way
     const auto interrupted = [&](const std::string& why) {
       abandon("it was interrupted" + why);
       broken_ = "this rank was interrupted in the middle of an operation" + why;
@@ -293,35 +281,32 @@ void ShmGroup::wait_for(int rank, Flag RankBlock::* which, uint32_t value) {
   }
 }
 
-uint64_t ShmGroup::n_waits() const {
-  const uint64_t n = n_waits_;
-  if (n % 2 == 0) return n;
-  const bool is_there = reached(awaited_.load()->value.load(std::memory_order_acquire), awaited_value_);
-  return is_there || n_waits_ != n ? n + 1 : n;  // if it has changed, this wait has ended, and another one was read
-}
-
-void ShmGroup::wait_for_all(Flag RankBlock::* flag, uint32_t value) {
+void ShmGroup::wait_for_all(Flag RankBlock::* flag, uint32_t value, const Round* round) {
   // Starting with the next rank spreads the ranks over the flags, and ends with the ranks most likely to be late.
-  for (int i = 1; i < size_; ++i) wait_for((rank_ + i) % size_, flag, value);
+  for (int i = 1; i < size_; ++i) wait_for((rank_ + i) % size_, flag, value, round);
 }
 
-void ShmGroup::watched_by(std::shared_ptr<StallDetector> detector, std::vector<int> ranks, bool direct) {
+void ShmGroup::watched_by(std::shared_ptr<StallDetector> detector, std::vector<int> ranks) {
   scope_ = detector->scope(ranks);
   ranks_ = std::move(ranks);
   detector_ = std::move(detector);
-  direct_ = direct;
 }
 
-void ShmGroup::report_wait(StallDetector::Wait& wait, Flag RankBlock::* which, uint32_t value) {
+void ShmGroup::report_wait(StallDetector::Wait& wait, Flag RankBlock::* which, uint32_t value, const Round* round) {
   if (detector_ == nullptr) return;
+  std::vector<uint32_t> flags;
   std::vector<int> arrived, late;
   for (int r = 0; r < size_; ++r) {
     const bool here = reached((block(r).*which).value.load(std::memory_order_acquire), value);
     (here ? arrived : late).push_back(ranks_[r]);
+    flags.push_back(round != nullptr && here ? block(r).headers[value % 2].flags : 0);
   }
   try {
     const std::string label = block(rank_).label.get();
-    if (label == kJoin) detector_->check();
+    if (round != nullptr) {
+      wait.look();
+      round->on_wait(flags);
+    } else if (label == kJoin) detector_->check();
     else wait.report_if_due(label + scope_, arrived, late);
   } catch (const Stalled& stalled) {
     broken_ = stalled.what();
@@ -350,7 +335,9 @@ void ShmGroup::lost(const std::string& cause) {
   throw lost;
 }
 
-void ShmGroup::set_label(const std::string& label) { block(rank_).label.set(label); }
+void ShmGroup::set_label(const std::string& label) {
+  if (!label.empty()) block(rank_).label.set(label);
+}
 
 void ShmGroup::check_peers(int awaited, const std::string& label) {
   set_label(label);
@@ -457,36 +444,42 @@ static std::string unusable(const std::string& why) {
          "): to continue, call shutdown() and then init() on every rank";
 }
 
-std::vector<Header> ShmGroup::agree(const std::string& label, Header mine, bool wake_others) {
+void ShmGroup::check_usable() const {
   if (!broken_.empty()) throw PeerLost(unusable(broken_));
+  check_not_given_up();
+}
+
+void ShmGroup::check_not_given_up() const {
+  RankBlock& own = block(rank_);
+  const uint32_t state = own.state.load(std::memory_order_acquire);
+  if (state == kGaveUp) throw PeerLost(unusable("this rank gave up (" + own.reason.get() + ")"));
+}
+
+std::vector<Header> ShmGroup::agree(const std::string& label, const Header& mine, const Round* round) {
+  check_usable();
   if (detector_ != nullptr) detector_->check();
   RankBlock& own = block(rank_);
-  if (own.state.load(std::memory_order_acquire) == kGaveUp) {
-    throw PeerLost(unusable("this rank gave up (" + own.reason.get() + ")"));
-  }
   set_label(label);
   ++entered_;
   own.headers[entered_ % 2] = mine;
   if (detector_ != nullptr) {
-    const int64_t now = StallDetector::clock_ns();
-    own.entered_ns[entered_ % 2] = now;
-    if (direct_) detector_->doing(label, now);
+    own.entered_ns[entered_ % 2] = StallDetector::clock_ns();
   }
   signal(own.entered, entered_);
-  for (int r = 0; wake_others && r < size_; ++r) {
-    if (r != rank_) wake(r);
-  }
-  wait_for_all(&RankBlock::entered, entered_);
+  if (round != nullptr && round->demands) demand(entered_);
+  wait_for_all(&RankBlock::entered, entered_, round);
   if (entered_ == 1) {  // ranks may see different CPUs, but chunks must be the same
     for (int r = 0; r < size_; ++r) oversubscribed_ = oversubscribed_ || block(r).oversubscribed;
   }
   std::vector<Header> headers(size_);
   int last = rank_;
+  bool all_call = true;
   for (int r = 0; r < size_; ++r) {
     headers[r] = block(r).headers[entered_ % 2];
+    all_call = all_call && (headers[r].flags & kCalls) != 0;
     if (block(r).entered_ns[entered_ % 2] > block(last).entered_ns[entered_ % 2]) last = r;
   }
-  if (direct_ && last != rank_) {
+  if (all_call && last != rank_ && detector_ != nullptr) {
     const int64_t since = own.entered_ns[entered_ % 2], until = block(last).entered_ns[entered_ % 2];
     detector_->waited_for(ranks_[last], detector_->running_ns(since, until));
   }
@@ -499,20 +492,30 @@ void ShmGroup::wake(int rank) {
   if (wake_up.n_sleepers.load(std::memory_order_seq_cst) != 0) futex_wake(wake_up.value);
 }
 
-bool ShmGroup::peer_is_ahead() const {
+void ShmGroup::demand(uint32_t handshake) {
+  std::atomic<uint32_t>& demanded = block(rank_).demanded;
+  // Another thread may demand a later one.
+  for (uint32_t last = demanded; !reached(last, handshake);) demanded.compare_exchange_weak(last, handshake);
   for (int r = 0; r < size_; ++r) {
-    if (static_cast<int32_t>(block(r).entered.value.load(std::memory_order_acquire) - entered_) > 0) return true;
+    if (r != rank_) wake(r);
+  }
+}
+
+bool ShmGroup::is_demanded() const {
+  const uint32_t entered = block(rank_).entered.value.load(std::memory_order_acquire);
+  for (int r = 0; r < size_; ++r) {
+    if (r != rank_ && !reached(entered, block(r).demanded.load(std::memory_order_seq_cst))) return true;
   }
   return false;
 }
 
-void ShmGroup::wait_for_wake_up(double timeout_s) {
+uint32_t ShmGroup::n_wake_ups() const { return block(rank_).wake_up.value.load(std::memory_order_seq_cst); }
+
+void ShmGroup::wait_for_wake_up(uint32_t n_wake_ups, double timeout_s) {
   Flag& wake_up = block(rank_).wake_up;
   wake_up.n_sleepers.fetch_add(1, std::memory_order_seq_cst);
-  const uint32_t seen = wake_up.value.load(std::memory_order_seq_cst);
-  if (seen == wake_ups_seen_ && !peer_is_ahead()) futex_wait(wake_up.value, seen, timeout_s);
+  if (!is_demanded()) futex_wait(wake_up.value, n_wake_ups, timeout_s);
   wake_up.n_sleepers.fetch_sub(1, std::memory_order_seq_cst);
-  wake_ups_seen_ = wake_up.value.load(std::memory_order_acquire);
 }
 
 // --- all-reduce ---

@@ -25,9 +25,29 @@
 namespace horo {
 
 struct Header {
-  uint64_t digest;
-  int64_t count;
-  double weight;
+  uint64_t digest = 0;
+  int64_t count = 0;
+  double weight = 0;
+  uint32_t flags = 0;   // in a round of engines: RoundFlag
+  uint32_t n_more = 0;  // bytes that this rank sends after the handshake
+};
+
+// What a rank says in the header of a round; see Engine.
+enum RoundFlag : uint32_t {
+  kEntered = 1,        // always
+  kCalls = 2,          // its program has made a blocking call, which the header announces
+  kBlocked = 4,        // its program waits
+  kBlockedBeside = 8,  // a thread beside it waits
+};
+
+// A handshake that is a round of engines.
+struct Round {
+  // Whether the engines of the other ranks are woken to enter it.
+  bool demands = false;
+  // Called a few times per second while waiting, with the flags of each rank; 0 for those that have not entered.
+  const std::function<void(const std::vector<uint32_t>& flags)>& on_wait;
+  // Called more often, if waiting means polling.
+  std::function<void()> on_poll;
 };
 
 // A part of another rank's stream that this rank needs: from byte `begin` on, into `buffers`.
@@ -53,9 +73,12 @@ class ShmGroup {
   // The name of this rank's latest operation.
   std::string label() const;
 
-  // The handshake: returns every rank's header, in rank order, when all have entered. `label` is its name in messages.
-  // With `wake_others`, wakes the others' engines as soon as they can see that this rank is ahead of them.
-  std::vector<Header> agree(const std::string& label, Header mine, bool wake_others = false);
+  // The handshake: returns every rank's header, in rank order, when all have entered. `label` is its name in messages;
+  // "": that of the last one.
+  std::vector<Header> agree(const std::string& label, const Header& mine, const Round* round = nullptr);
+  // Throws if an operation has failed, and the group can no longer be used.
+  void check_usable() const;
+  void set_label(const std::string& label);
 
   // Reduces the layout's tensors, in place or from their sources; `layout` has chunk_bytes(…) and size() shares.
   void allreduce(const Layout& layout, const std::vector<double>& weights, Factor factor);
@@ -100,22 +123,22 @@ class ShmGroup {
   // effect if SIGTERM has a handler; a handler that is set later replaces this one.
   void report_at_sigterm();
 
-  // For the engine: wakes that of a rank; and whether a peer has entered a handshake that this rank has not.
-  void wake(int rank);
-  bool peer_is_ahead() const;
-  // Returns when woken, when a peer is ahead, or after the time-out.
-  void wait_for_wake_up(double timeout_s);
+  // For engines. The number of the next handshake, for the thread that makes them.
+  uint32_t next_handshake() const { return entered_ + 1; }
+  // The following are for any thread. Wakes the engines of the others, to enter that handshake, which this rank has
+  // entered or is about to.
+  void demand(uint32_t handshake);
+  // Whether a peer demands a handshake that this rank has not entered.
+  bool is_demanded() const;
+  // Wakes this rank's engine.
+  void wake() { wake(rank_); }
+  // Returns once the number of wake-ups differs, a handshake is demanded, or after the time-out.
+  void wait_for_wake_up(uint32_t n_wake_ups, double timeout_s);
+  uint32_t n_wake_ups() const;
 
-  // A number that changes whenever this rank begins or ends a wait for others, odd during the wait. A wait ends when
-  // its condition is met, even if the thread has not woken up yet. For any thread.
-  uint64_t n_waits() const;
-  // The kernel's ID of the thread that waits, or waited last.
-  int waiting_thread() const { return waiting_thread_; }
-
-  // Reports waits to the stall detector of the world, in which the group's ranks have these numbers. If the calls are
-  // `direct`, also reports what the training thread does, and for which ranks it waits. Must be called immediately or
-  // not at all.
-  void watched_by(std::shared_ptr<StallDetector> detector, std::vector<int> ranks, bool direct);
+  // Reports waits to the stall detector of the world, in which the group's ranks have these numbers. Must be called
+  // immediately or not at all.
+  void watched_by(std::shared_ptr<StallDetector> detector, std::vector<int> ranks);
 
   // Called a few times per second while waiting, to handle signals; throws to stop waiting.
   std::function<void()> on_idle;
@@ -130,12 +153,13 @@ class ShmGroup {
   // For an operation with n_chunks: measures the distance if that takes little time in comparison.
   Stores stores_for(size_t n_chunks);
   void signal(Flag& flag, uint32_t value);
-  void wait_for(int rank, Flag RankBlock::* flag, uint32_t value);
-  void wait_for_all(Flag RankBlock::* flag, uint32_t value);
+  void wait_for(int rank, Flag RankBlock::* flag, uint32_t value, const Round* round = nullptr);
+  void wait_for_all(Flag RankBlock::* flag, uint32_t value, const Round* round = nullptr);
+  void wake(int rank);
+  void check_not_given_up() const;
   // Says which rank has died or given up, or that `awaited` has left; "" if there is no problem.
   std::string why_lost(int awaited);
-  void set_label(const std::string& label);
-  void report_wait(StallDetector::Wait& wait, Flag RankBlock::* flag, uint32_t value);
+  void report_wait(StallDetector::Wait& wait, Flag RankBlock::* flag, uint32_t value, const Round* round);
   [[noreturn]] void lost(const std::string& cause);
   void give_up(uint32_t how, const std::string& reason);
   std::string name(int rank) const;
@@ -156,15 +180,9 @@ class ShmGroup {
   std::shared_ptr<StallDetector> detector_;
   std::vector<int> ranks_;  // their numbers in the stall detector
   std::string scope_;
-  bool direct_ = false;
-  std::atomic<uint64_t> n_waits_{0};
-  std::atomic<int> waiting_thread_{0};
-  std::atomic<const Flag*> awaited_{nullptr};  // of the current wait, until it has this value:
-  std::atomic<uint32_t> awaited_value_{0};
   uint32_t entered_ = 0;
   uint32_t packed_ = 0;
   uint32_t reduced_ = 0;
-  uint32_t wake_ups_seen_ = 0;
 };
 
 }  // namespace horo

@@ -25,7 +25,8 @@ namespace {
 
 constexpr size_t kTextBytes = 240;
 constexpr size_t kReasonBytes = 1000;
-constexpr int kSlots = 8;  // simultaneous waits of a rank: its direct call and its engine, in the world and subgroups
+constexpr int kSlots =
+    8;  // simultaneous waits of a rank: its blocking call and its asynchronous operations, in the world and subgroups
 constexpr int kLate = 32;
 // A rank that has waited for less counts as running.
 constexpr int64_t kWaitingNs = 500'000'000;

@@ -1,8 +1,9 @@
 """The operations of a group of ranks: one frozen `Call` per operation.
 
 A Call holds what must be the same on every rank, including options. A `Part` is one rank's
-contribution: its arrays, its weight. `Group.run` executes a Call with this rank's Part;
-`Group.submit` hands it to the engine, which executes it once every rank has submitted it. A rank
+contribution: its arrays, its weight. `Group.run` executes a Call with this rank's Part when all
+ranks have called it; `Group.submit` returns at once, and it is executed when all have submitted it.
+Either way the engine matches the ranks' Calls, and compares what must be the same. A rank
 that waits in join() receives the Call, and takes part with neutral arrays. The rest of the package
 uses operations only through these classes.
 """
@@ -12,7 +13,6 @@ from __future__ import annotations
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeAlias, TypeVar, cast
@@ -30,11 +30,11 @@ from horo_lite.collectives.participation import (
 )
 from horo_lite.transports.agreement import (
     StandIn,
-    agree,
     allocated,
     digest_of,
     exchange_bytes,
     needs_all,
+    printable,
 )
 from horo_lite.transports.interface import Header
 
@@ -135,22 +135,6 @@ class Call(ABC, Generic[T]):
         """Queue the operation on a GPU, if all ranks can do so without being compared before."""
         return None
 
-    def run(self, part: Part, transport: Transport) -> Finish[T]:
-        """Compare with the other ranks, then execute the operation."""
-        queued = self.queue(part, transport)
-        if queued is not None:
-            return queued
-        headers = agree(
-            transport,
-            part.label,
-            self.contract(part),
-            lambda: self.describe(part),
-            self.count(part),
-            part.own_weight,
-            lambda joined: self.participation(part, transport.ranks, joined),
-        )
-        return self.move(part, transport, headers)
-
     def submit(
         self, part: Part, engine: _native.Engine, transport: Transport
     ) -> tuple[_native.Job, Finish[T]]:
@@ -165,7 +149,7 @@ class Call(ABC, Generic[T]):
             lambda headers: self._run_matched(part, transport, headers),
             self.count(part),
             part.own_weight,
-            lambda: self.describe(part),
+            lambda: printable(self.describe(part)),
             lambda joined: self.participation(part, transport.ranks, joined),
             self.changes(part),
         )
@@ -180,9 +164,6 @@ class Call(ABC, Generic[T]):
     ) -> Finish[T]:
         """Execute it, on the engine's thread of every rank."""
         self.check(part)
-        # Several operations may be run after one round of the engines. A peer must not begin this
-        # one while this rank still reads the memory that it shared in the previous one.
-        transport.agree(0, label=part.label)
         stream = part.memory.stream
         used = transport if stream is None else stream.transport_of_all()
         return self.move(part, used, [Header(*header) for header in headers])
@@ -222,29 +203,24 @@ class Call(ABC, Generic[T]):
             return needs_all(f"{part.label} ({error})")(joined)
 
     def part_that_changes_nothing(
-        self, group: Group, specs: Sequence[ArraySpec], asynchronous: bool, own: dict[str, Any]
+        self, group: Group, specs: Sequence[ArraySpec], own: dict[str, Any]
     ) -> Part:
         """Return a neutral Part, for a rank that has joined."""
         nothing = [neutral(spec) for spec in specs]
-        return Part(group.memory(nothing, asynchronous=asynchronous))
+        return Part(group.memory(nothing))
 
 
 def _take_part(
     group: Group,
-    asynchronous: bool,
     *,
     call: Call[Any],
     label: str,
     specs: Sequence[ArraySpec],
     own: dict[str, Any],
 ) -> None:
-    part = call.part_that_changes_nothing(group, specs, asynchronous, own)
+    part = call.part_that_changes_nothing(group, specs, own)
     part.label = label
-    if asynchronous:
-        group.submit(call, part)
-    else:
-        with suppress(ValueError):  # as on the ranks that called it, to which it is reported
-            group.run(call, part)
+    group.stand_in(call, part)
 
 
 # --- moving data
@@ -291,9 +267,9 @@ class AllGather(Call[Array]):
         return self.stand_in(part, joined, specs=[(dtype, (0, *shape[1:]))])
 
     def part_that_changes_nothing(
-        self, group: Group, specs: Sequence[ArraySpec], asynchronous: bool, own: dict[str, Any]
+        self, group: Group, specs: Sequence[ArraySpec], own: dict[str, Any]
     ) -> Part:
-        return Part(group.rows(neutral(specs[0]), asynchronous=asynchronous))
+        return Part(group.rows(neutral(specs[0])))
 
 
 @dataclass(frozen=True)
@@ -355,9 +331,9 @@ class Broadcast(Call[None]):
         return self.stand_in(part, joined, overlaps=part.memory.overlaps)
 
     def part_that_changes_nothing(
-        self, group: Group, specs: Sequence[ArraySpec], asynchronous: bool, own: dict[str, Any]
+        self, group: Group, specs: Sequence[ArraySpec], own: dict[str, Any]
     ) -> Part:
-        part = super().part_that_changes_nothing(group, specs, asynchronous, own)
+        part = super().part_that_changes_nothing(group, specs, own)
         part.memory.overlaps = own["overlaps"]  # as on the other ranks; nothing is kept here
         return part
 
@@ -451,7 +427,7 @@ class Compare(Call["list[Header]"]):
         return self.stand_in(part, joined, weight=0.0, count=self.JOINED)
 
     def part_that_changes_nothing(
-        self, group: Group, specs: Sequence[ArraySpec], asynchronous: bool, own: dict[str, Any]
+        self, group: Group, specs: Sequence[ArraySpec], own: dict[str, Any]
     ) -> Part:
         return Part(number=self.JOINED, weight=0.0)
 

@@ -1,4 +1,4 @@
-"""A set of ranks that make the same calls: directly, one at a time, or through an engine."""
+"""A set of ranks that make the same calls: blocking ones, one at a time, and asynchronous ones."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, TypeVar
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, TypeVar, cast
 from weakref import WeakSet
 
-from horo_lite import _native
 from horo_lite.collectives.arrays import Array, GpuMemory, Memory, gpu_of
 from horo_lite.collectives.calls import Call, Compare, Finish, Part
 from horo_lite.collectives.compression import Compression, Compressor
@@ -27,14 +27,15 @@ from horo_lite.errors import (
 )
 from horo_lite.recording import recorder
 from horo_lite.transports.agreement import (
-    JOINED,
-    Report,
-    exchange_reports,
+    digest_of,
     explain,
     give_up_unless_alike,
+    needs_all,
+    printable,
 )
+from horo_lite.transports.interface import Header
 from horo_lite.transports.stream import CommunicationStream
-from horo_lite.transports.watchdog import CountedTransport, Watchdog
+from horo_lite.transports.watchdog import ELSEWHERE, Watchdog
 
 if TYPE_CHECKING:
     from horo_lite.transports import Transport
@@ -77,9 +78,9 @@ class NullGroup:
 class Group:
     """A set of ranks that make the same calls; pass it to an operation as `group=`.
 
-    Direct calls are matched by position: every rank makes the same ones in the same order.
-    Direct calls of several threads wait for each other, and must be in the same order on all ranks;
-    a direct call inside another one, from a signal handler or a finalizer, raises HoroLiteError.
+    Blocking calls are matched by position: every rank makes the same ones in the same order. Those
+    of several threads wait for each other, and must be in the same order on all ranks; one inside
+    another one, from a signal handler or a finalizer, raises HoroLiteError.
     `…_async` calls are matched by name, in any order. What must be the same on all ranks
     (operation, shapes, dtypes, options, and names if given) is compared before any data moves. If
     it differs, every rank raises MismatchError with the first difference and the ranks involved,
@@ -94,25 +95,20 @@ class Group:
     def __init__(
         self,
         transport: Transport,
-        async_transport: Transport | None = None,
         watchdog_transport: Transport | None = None,
     ) -> None:
-        own = (transport, async_transport, watchdog_transport)
+        own = (transport, watchdog_transport)
         self._own = [one for one in own if one is not None]
         self.transport = transport
-        self._counted: CountedTransport | None = None
-        if watchdog_transport is not None and transport.size > 1:
-            self.transport = self._counted = CountedTransport(transport)
         self.rank = transport.rank
         self.size = transport.size
         self._number = transport.ranks[transport.rank]
         self._channel = recorder.channel_of(transport.ranks)
-        self._async_transport = async_transport
         self._watchdog_transport = watchdog_transport
         self._watchdog: Watchdog | None = None
         self._streams: tuple[CommunicationStream, CommunicationStream] | None = None
         self._lock = threading.RLock()
-        self._running = 0  # the thread whose direct call has the lock
+        self._running = 0  # the thread whose blocking call has the lock
         self._unnamed: Counter[str] = Counter()
         self._n_failed = 0
         self._count_lock = threading.Lock()
@@ -121,12 +117,12 @@ class Group:
         """State that functions keep between calls, each under its own key."""
         self._pid = os.getpid()
         self._closed = False
-        self._engine = self._new_engine(transport, async_transport)
+        self._engine = transport.new_engine(explain)
 
     def run(self, call: Call[T], part: Part) -> T:
         """Execute a call with this rank's part, and return its result.
 
-        Every rank calls it, in the same order as its other direct calls.
+        Every rank calls it, in the same order as its other blocking calls.
 
         Args:
             call: The operation, the same on every rank.
@@ -177,21 +173,103 @@ class Group:
     ) -> Handle:
         if is_numbered:
             part.label = f"{call.kind} number {self.unnamed('')}"
-        transport = self._async_transport
-        if self._engine is None or transport is None:
+        if self._engine is None:
             call.check(part)
             finish = self._run(call, part)
             return Handle(part.label, None, lambda: result(finish()))
-        job, finish = call.submit(part, self._engine, transport)
+        job, finish = call.submit(part, self._engine, self.transport)
         recorder.submitted(self._channel, job, call.kind, call.tensor_names, part.memory.tensors)
         return Handle(part.label, job, lambda: result(finish()))
 
     def _run(self, call: Call[T], part: Part) -> Finish[T]:
-        def run(transport: Transport) -> Finish[T]:
-            recorder.operation(part.label, call.kind, call.tensor_names, part.memory.tensors)
-            return call.run(part, transport)
+        """Execute a blocking call; those of other threads wait for this one."""
+        self.check_usable()
+        if self._running == threading.get_ident() and self.size > 1:
+            outer = self.transport.label
+            raise HoroLiteError(
+                f"{_public_call()} was called while this thread was in '{outer}': by "
+                "a signal handler, a finalizer (__del__, a weakref's callback) or a hook. The "
+                "ranks would no longer make the same calls in the same order. Set a flag there, "
+                "and make the call when the first one has returned"
+            )
+        watchdog = None if part.memory.stream is None else self._watchdog
+        failed = True
+        recorder.enter(self._channel)
+        try:
+            with self._lock:
+                self._running = threading.get_ident()
+                try:
+                    if watchdog is not None:
+                        watchdog.check()
+                    finish = self._execute(call, part)
+                except DeviceError:
+                    if watchdog is not None:
+                        watchdog.raise_common()
+                    raise
+                except BaseException as error:
+                    give_up_unless_alike(self.transport, error)
+                    raise
+                finally:
+                    self._running = 0
+            failed = False
+            return finish
+        finally:
+            recorder.leave(failed)
 
-        return self.direct(run, part.memory.stream)
+    def _execute(self, call: Call[T], part: Part) -> Finish[T]:
+        stream, transport = part.memory.stream, self.transport
+        if stream is not None:
+            if stream.found is None:  # on all ranks
+                self._together(_Connect(), part, transport)
+            transport = stream.transport()
+            queued = call.queue(part, transport)
+            if queued is not None:
+                return queued
+        recorder.operation(part.label, call.kind, call.tensor_names, part.memory.tensors)
+        return self._together(call, part, transport)
+
+    def _together(self, call: Call[T], part: Part, transport: Transport) -> Finish[T]:
+        """Execute the call when all ranks are in it, and have been compared."""
+        digest, count = digest_of(call.contract(part)), call.count(part)
+
+        def move(headers: Sequence[tuple[int, int, float]]) -> Finish[T]:
+            recorder.begin()
+            return call.move(part, transport, [Header(*header) for header in headers])
+
+        if self._engine is None:
+            return move([(digest, count, part.own_weight)])
+        label = part.label or call.label
+        if self._watchdog is not None:
+            self._watchdog.enters(label)
+        try:
+            finish = self._engine.call(
+                label,
+                digest,
+                move,
+                count,
+                part.own_weight,
+                lambda: printable(call.describe(part)),
+                lambda joined: call.participation(part, transport.ranks, joined),
+            )
+        except MismatchError as error:
+            if self._watchdog is not None and ELSEWHERE in str(error):
+                self._watchdog.raise_elsewhere()
+            raise
+        return cast("Finish[T]", finish)
+
+    def _pass_by(self, label: str) -> None:
+        """Tell ranks that wait in a blocking call that this one is not in it."""
+        assert self._engine is not None
+        with suppress(MismatchError):
+            self._engine.call(
+                label, 0, lambda _: None, 0, 0.0, lambda: ELSEWHERE, needs_all(ELSEWHERE)
+            )
+
+    @contextmanager
+    def uninterrupted(self) -> Iterator[None]:
+        """Let the blocking calls of other threads wait, for several calls in a row."""
+        with self._lock:
+            yield
 
     def synchronize(self, handle: Handle, *, beside: bool = False) -> Any:
         """Wait for an asynchronous operation.
@@ -256,8 +334,8 @@ class Group:
     ) -> bool:
         """Reduce an optimizer's gradients in place; return whether anything was reduced.
 
-        Every rank calls it, in the same order as its other direct calls. See `Exchange`, and `Part`
-        for the arguments that may differ between ranks.
+        Every rank calls it, in the same order as its other blocking calls. See `Exchange`, and
+        `Part` for the arguments that may differ between ranks.
         """
         call = Exchange(label, op, compression, prescale_factor, postscale_factor, names)
         return self.run(call, Part(self.memory(arrays), weight, shared=shared, follows=follows))
@@ -294,38 +372,29 @@ class Group:
             return 0
         assert self._engine is not None
         with self._lock:
-            job = self._engine.submit_join(lambda pickled: self._take_part(pickled, True))
-            n_handshakes = 0
-            while True:
-                job.begin_wait()
-                try:
-                    headers = self.transport.agree(JOINED, n_handshakes, 0.0, label="join()")
-                except MismatchError:  # the others queued work on their GPUs, and raise it as well
-                    n_handshakes += 1
-                    continue
-                present = [r for r, header in enumerate(headers) if header.digest != JOINED]
-                if not present:
-                    break
-                n_handshakes += 1
-                report = exchange_reports(self.transport, Report("join()"))[present[0]]
-                if isinstance(report.data, bytes):
-                    self._take_part(report.data, False)
-            job.wait()
-            # Among ranks whose counts are equal, the engines know the order.
-            order: Any = job.value()
+            order = cast("list[int]", self._engine.join(self._take_part))
             self.reset_counts()
-        return max(range(self.size), key=lambda r: (-headers[r].count, order[r]))
+        return max(range(self.size), key=lambda r: order[r])
 
-    def _take_part(self, pickled: bytes, asynchronous: bool) -> None:
+    def _take_part(self, pickled: bytes) -> None:
+        """Take part, as a rank that has joined, in an operation of the others."""
         function, what = pickle.loads(pickled)
-        function(self, asynchronous, **what)
+        function(self, **what)
+
+    def stand_in(self, call: Call[Any], part: Part) -> None:
+        """Submit this rank's part in a call of the others that is about to be executed."""
+        assert self._engine is not None
+        call.prepare(part)
+        call.submit(part, self._engine, self.transport)
 
     def compares_later(self, gpu: int | None) -> bool:
         """Return whether reductions on that GPU return before the ranks have been compared."""
         stream = self.stream(gpu)
         if stream is None or self._watchdog is None:
             return False
-        return self.direct(lambda transport: transport.queued is not None, stream)
+        if stream.found is None:
+            self._run(_Connect(), Part(GpuMemory([], stream)))
+        return stream.transport().queued is not None
 
     def part_of(self, x: Array) -> slice:
         """Return which rows of `x` this rank receives from reducescatter."""
@@ -345,14 +414,14 @@ class Group:
             if self._watchdog is not None:
                 self._watchdog.close()
         except GROUP_IS_LOST:
-            if not was_given_up:  # otherwise a direct call has already raised it
+            if not was_given_up:  # otherwise a blocking call has already raised it
                 raise
         finally:
             for stream in self._streams or ():
                 stream.close()
             for transport in self.transports():
                 transport.leave(reason)
-            # Another thread that waits in a direct call notices it. MPI must not end before.
+            # Another thread that waits in a blocking call notices it. MPI must not end before.
             if self._lock.acquire(timeout=1.0):
                 self._lock.release()
             for transport in self.transports():
@@ -368,13 +437,7 @@ class Group:
         found = self._streams[0].found if self._streams is not None else None
         return self.transport.name if found is None else found.name
 
-    @contextmanager
-    def uninterrupted(self) -> Iterator[None]:
-        """Let the blocking calls of other threads wait, for several calls in a row."""
-        with self._lock:
-            yield
-
-    # How direct calls run.
+    # Which memory operations use.
 
     def check_usable(self) -> None:
         """Raise NotInitializedError if this process may not use the group."""
@@ -388,58 +451,18 @@ class Group:
                 "the world was shut down: call horo_lite.init() again before using it"
             )
 
-    def direct(
-        self, operation: Callable[[Transport], T], stream: CommunicationStream | None = None
-    ) -> T:
-        """Run an operation that all ranks run; do anything that can fail on one rank alone before.
-
-        Direct calls of other threads wait for this one.
-        """
-        self.check_usable()
-        if self._running == threading.get_ident() and self.size > 1:
-            outer = self._own[0].label
-            raise HoroLiteError(
-                f"{_public_call()} was called while this thread was in '{outer}': by "
-                "a signal handler, a finalizer (__del__, a weakref's callback) or a hook. The "
-                "ranks would no longer make the same calls in the same order. Set a flag there, "
-                "and make the call when the first one has returned"
-            )
-        failed = True
-        recorder.enter(self._channel)
-        try:
-            with self._lock:
-                self._running = threading.get_ident()
-                try:
-                    if stream is not None and self._watchdog is not None:
-                        self._watchdog.check()
-                    result = operation(self.transport if stream is None else stream.transport())
-                except DeviceError:
-                    if stream is not None and self._watchdog is not None:
-                        self._watchdog.raise_common()
-                    raise
-                except BaseException as error:
-                    give_up_unless_alike(self.transport, error)
-                    raise
-                finally:
-                    self._running = 0
-            failed = False
-            return result
-        finally:
-            recorder.leave(failed)
-
     def stream(self, gpu: int | None, asynchronous: bool = False) -> CommunicationStream | None:
         """Return the communication stream of a GPU in this group; None for host memory."""
         if gpu is None:
             return None
         if self._streams is None:
             allowed = self._watchdog_transport is not None
-            other = self._async_transport or self.transport
             streams = (
                 CommunicationStream(self.transport, gpu, allowed),
-                CommunicationStream(other, gpu, allowed),
+                CommunicationStream(self.transport, gpu, allowed),
             )
-            if self._watchdog_transport is not None and self._counted is not None:
-                self._watchdog = Watchdog(self._watchdog_transport, self._counted, streams)
+            if self._watchdog_transport is not None and self.size > 1:
+                self._watchdog = Watchdog(self._watchdog_transport, self._pass_by, streams)
                 for stream in streams:
                     stream.watchdog = self._watchdog
             self._streams = streams
@@ -526,11 +549,17 @@ class Group:
         for each in list(self.counting):
             each.reset_counts()
 
-    def _new_engine(self, direct: Transport, other: Transport | None) -> _native.Engine | None:
-        """Start the thread that runs asynchronous operations; every rank needs one."""
-        if other is None or self.size == 1:
-            return None
-        return other.new_engine(direct, explain)
+
+@dataclass(frozen=True)
+class _Connect(Call[None]):
+    """Connect the ranks' GPUs."""
+
+    kind = "the first call with arrays on a GPU"
+
+    def move(self, part: Part, transport: Transport, headers: Sequence[Header]) -> Finish[None]:
+        assert part.memory.stream is not None
+        part.memory.stream.transport()
+        return lambda: None
 
 
 def _public_call() -> str:

@@ -1,10 +1,8 @@
 """How ranks that have joined take part in the others' operations: with neutral arrays.
 
-A rank that calls an operation sends those that wait in join() a function that performs their part,
-and its arguments. A rank that has joined waits in two places: in the handshake of direct calls, and
-in its engine (`Group.join`). In both it learns which operation the others are about to perform, and
-makes the same call with arrays that do not change the result; it is then compared and matched as in
-any call.
+A rank that calls an operation sends those that wait in join() a function that submits their part,
+and its arguments. So they make the same call, with arrays that do not change the result; it is then
+compared and executed as any other.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ ArraySpec: TypeAlias = "tuple[str, tuple[int, ...]]"
 def described_by(
     function: Callable[..., None], count: int = 0, weight: float = 1.0, **what: Any
 ) -> StandIn:
-    """Encode the call of ranks that have joined: `function(group, asynchronous, **what)`.
+    """Encode the call of ranks that have joined: `function(group, **what)`.
 
     `function` must be a function of a module. Raises PicklingError (or TypeError, AttributeError)
     if an argument in `what` cannot be sent to other processes.

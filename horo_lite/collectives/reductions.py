@@ -17,7 +17,7 @@ from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.participation import ArraySpec, neutral
 from horo_lite.collectives.shared_memory import memory_of
 from horo_lite.recording import recorder
-from horo_lite.transports.agreement import StandIn, digest_of, needs_all
+from horo_lite.transports.agreement import StandIn, digest_of, needs_all, printable
 from horo_lite.transports.interface import Header, Reduction
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ class AllReduce(Call[bool]):
             self.postscale_factor,
             self.count(part),
             part.own_weight,
-            lambda: self.describe(part),
+            lambda: printable(self.describe(part)),
             lambda joined: self.participation(part, transport.ranks, joined),
             part.shared.distances if in_place and part.shared is not None else (),
             self.changes(part),
@@ -221,7 +221,7 @@ class AllReduce(Call[bool]):
         )
 
     def part_that_changes_nothing(
-        self, group: Group, specs: Sequence[ArraySpec], asynchronous: bool, own: dict[str, Any]
+        self, group: Group, specs: Sequence[ArraySpec], own: dict[str, Any]
     ) -> Part:
         shared = None if own["location"] is None else memory_of(group, own["location"][0])
         if shared is None:
@@ -234,7 +234,7 @@ class AllReduce(Call[bool]):
             for array in nothing:
                 array[...] = 0
         return Part(
-            group.memory(nothing, asynchronous=asynchronous),
+            group.memory(nothing),
             weight=0.0 if own["weighted"] else None,
             shared=shared,
         )

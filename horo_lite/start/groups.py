@@ -92,7 +92,7 @@ def _connected(comm: Any, ranks: Sequence[int]) -> Group:
         )
     links.write_slots(here.settings.slot_stores)
     ending.watch(links.transports())
-    group = Group(links.direct, links.engine, links.watchdog)
+    group = Group(links.transport, links.watchdog)
     if comm is not None:
         comm.Free()
     context.subgroups().append(group)

@@ -354,14 +354,14 @@ def _connected_session(settings: Settings, comm: Any, MPI: Any) -> Session:
     links = connect(comm, host_of_rank, token=token, watchdog=device.kind == "cuda")
     ending.watch(links.transports(), None if MPI is None else comm)
     links.write_slots(settings.slot_stores)
-    stall_detector = links.direct.stall_detector
+    stall_detector = links.transport.stall_detector
     if stall_detector is not None:
         stall_detector.set_limits(settings.stall_warn_s, settings.stall_abort_s)
         stall.give_stacks(stall_detector)
-    epoch_ns = clocks.epoch_ns(links.direct, several_hosts=len(set(host_of_rank)) > 1)
+    epoch_ns = clocks.epoch_ns(links.transport, several_hosts=len(set(host_of_rank)) > 1)
     recording.keep(rank, size, token, epoch_ns)
     assert links.mailbox is not None
-    messages = Messages(links.mailbox, links.direct, token)
+    messages = Messages(links.mailbox, links.transport, token)
     world = World(
         rank=rank,
         size=size,
@@ -372,7 +372,7 @@ def _connected_session(settings: Settings, comm: Any, MPI: Any) -> Session:
         device=device,
         homogeneous=len({host_of_rank.count(host) for host in host_of_rank}) == 1,
         thread_multiple=thread_multiple,
-        group=Group(links.direct, links.engine, links.watchdog),
+        group=Group(links.transport, links.watchdog),
         cores=cores,
         overlap=settings.overlap,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import re
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -18,7 +18,6 @@ from horo_lite.errors import (
     in_one_line,
     ranks_in_words,
 )
-from horo_lite.recording import recorder
 
 if TYPE_CHECKING:
     from horo_lite.transports.interface import Header, Transport
@@ -40,38 +39,14 @@ def digest_of(contract: object) -> int:
 
 
 def agree(
-    transport: Transport,
-    label: str,
-    contract: object,
-    describe: Callable[[], str],
-    count: int = 0,
-    weight: float = 1.0,
-    participation: Participation | None = None,
+    transport: Transport, label: str, contract: object, describe: Callable[[], str]
 ) -> list[Header]:
-    """Return every rank's header if all ranks do the same thing; else raise MismatchError.
-
-    Ranks that have joined take part as described by `participation`.
-    """
+    """In an operation: return every rank's header if all agree; else raise MismatchError."""
     digest = digest_of(contract)
-    recorder.operation_called(label)
-    while True:
-        headers = transport.agree(digest, count, weight, label=label)
-        if all(header.digest == digest for header in headers):
-            recorder.begin()
-            return headers
-        here = not_joined(headers)
-        ranks = [transport.ranks[r] for r in here]
-        if any(headers[r].digest != digest for r in here):
-            texts = exchange_texts(transport, describe())
-            raise MismatchError(explain(label, [texts[r] for r in here], ranks))
-        joined = sorted(set(transport.ranks) - set(ranks))
-        try:
-            mine = Report(label, (participation or needs_all(label))(joined)[2])
-        except MismatchError as refusal:
-            mine = Report(str(refusal))
-        report = exchange_reports(transport, mine)[here[0]]
-        if report.data is None:
-            raise MismatchError(report.text)
+    headers = transport.agree(digest, label=label)
+    if any(header.digest != digest for header in headers):
+        raise MismatchError(explain(label, exchange_texts(transport, describe()), transport.ranks))
+    return headers
 
 
 def needs_all(label: str) -> Participation:
@@ -148,26 +123,13 @@ def in_units(n_bytes: int) -> str:
     return f"{size:.1f} TiB"
 
 
-JOINED = digest_of("join()")
+def printable(text: str) -> str:
+    """Return the text with characters that no encoding has as escape sequences."""
+    return text.encode(errors="backslashreplace").decode()
 
 
-def not_joined(headers: Sequence[Header]) -> list[int]:
-    """Return the transport's numbers of the ranks that are not in join()."""
-    return [r for r, header in enumerate(headers) if header.digest != JOINED]
-
-
-class Report(NamedTuple):
-    """A rank's message to the others after digests differed, whichever call each of them is in."""
-
-    text: str
-    """Human-readable: what this rank does, line by line, or what is wrong."""
-    data: Any = None
-    """For ranks in the same call, or, as bytes, how ranks that have joined participate in it."""
-
-
-def exchange_reports(transport: Transport, mine: Report) -> list[Report]:
-    """Return every rank's report, in rank order. Every rank calls it or `exchange_texts`."""
-    mine = mine._replace(text=mine.text.encode(errors="backslashreplace").decode())
+def exchange_objects(transport: Transport, mine: object) -> list[Any]:
+    """Return every rank's object, in rank order, in an operation that all ranks execute."""
     pickled = pickle.dumps(mine)
     headers = transport.agree(0, len(pickled), label="an explanation")
     sizes = [header.count for header in headers]
@@ -175,8 +137,8 @@ def exchange_reports(transport: Transport, mine: Report) -> list[Report]:
 
 
 def exchange_texts(transport: Transport, text: str) -> list[str]:
-    """Return the text of every rank's report, in rank order."""
-    return [report.text for report in exchange_reports(transport, Report(text))]
+    """Return every rank's text, in rank order."""
+    return exchange_objects(transport, printable(text))
 
 
 def on_ranks(ranks: Sequence[int], texts: Sequence[str]) -> str:

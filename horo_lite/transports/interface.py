@@ -169,12 +169,12 @@ class Transport(ABC):
         """
 
     def new_engine(
-        self, direct: Transport, explain: Callable[[str, list[str], list[int]], str]
+        self, explain: Callable[[str, list[str], list[int]], str]
     ) -> _native.Engine | None:
-        """Start the thread that runs asynchronous operations over this transport.
+        """Match the ranks' operations over this transport from now on; only they may use it then.
 
-        `direct` is the same ranks' transport for blocking calls; `explain` returns the text of a
-        mismatch. Return None if this is the only rank. Every rank calls it.
+        `explain` returns the text of a mismatch. Return None if this is the only rank. Every rank
+        calls it.
         """
         return None
 

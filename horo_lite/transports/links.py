@@ -36,12 +36,10 @@ __all__ = ["Links", "connect"]
 
 @dataclass(frozen=True)
 class Links:
-    """Independent transports between the same ranks: a wait on one does not block another."""
+    """What connects the same ranks."""
 
-    direct: Transport
-    """For direct calls, which are matched by position."""
-    engine: Transport
-    """For asynchronous operations, which are matched by name."""
+    transport: Transport
+    """For all operations."""
     watchdog: Transport | None = None
     """For comparing what the ranks queue on their GPUs, if they have any."""
     mailbox: Mailbox | None = None
@@ -49,7 +47,7 @@ class Links:
 
     def transports(self) -> list[Transport]:
         """Return all transports."""
-        return [self.direct, self.engine, *([] if self.watchdog is None else [self.watchdog])]
+        return [self.transport, *([] if self.watchdog is None else [self.watchdog])]
 
     def write_slots(self, stores: str) -> None:
         """Choose how to write slots, the shared memory for exchanges between ranks of a host.
@@ -81,7 +79,7 @@ def connect(
         token: A secret of this world, in hexadecimal digits; the same on all ranks.
         watchdog: Whether there are GPUs to compare.
         ranks: For a part of a world, its ranks' numbers there.
-        beside: For a part of a world, that world's transport for direct calls.
+        beside: For a part of a world, that world's transport.
 
     Raises:
         LauncherError: Without MPI, the ranks of a host cannot share memory, or hosts cannot be
@@ -92,10 +90,10 @@ def connect(
         ranks = range(len(host_of_rank))
     if comm is None or comm.size == 1:
         solo = SoloTransport(ranks)
-        others = SoloTransport(ranks), SoloTransport(ranks) if watchdog else None
-        return Links(solo, *others, Pipes() if beside is None else None)
+        other = SoloTransport(ranks) if watchdog else None
+        return Links(solo, other, Pipes() if beside is None else None)
     between_hosts = len(set(host_of_rank)) > 1
-    roles = [Role.DIRECT, Role.ENGINE, *([Role.WATCHDOG] if watchdog else [])]
+    roles = [Role.OPERATIONS, *([Role.WATCHDOG] if watchdog else [])]
     carrier = GlooCarrier if isinstance(comm, ObjectCommunicator) else MpiCarrier
     share = partial(
         share_memory,
@@ -121,16 +119,16 @@ def connect(
             pipes.connect(host.inboxes, token)
             # Until then no rank may close its inbox in shutdown(): another file could get its
             # descriptor.
-            shm[Role.DIRECT].agree(0, label="init()")
-        return Links(shm[Role.DIRECT], shm[Role.ENGINE], shm.get(Role.WATCHDOG), pipes)
+            shm[Role.OPERATIONS].agree(0, label="init()")
+        return Links(shm[Role.OPERATIONS], shm.get(Role.WATCHDOG), pipes)
     if pipes is not None:
         pipes.close()
     names = allgather_objects(comm, host.names[host.rank], NAME)
     carriers = _carriers(comm, roles, ranks)
     hosts = {role: HostsTransport(carriers[role], host, role, names) for role in roles}
-    direct = hosts[Role.DIRECT]
-    mailbox = HostsMailbox(direct.carrier.world_channel(), direct) if beside is None else None
-    return Links(direct, hosts[Role.ENGINE], hosts.get(Role.WATCHDOG), mailbox)
+    one = hosts[Role.OPERATIONS]
+    mailbox = HostsMailbox(one.carrier.world_channel(), one) if beside is None else None
+    return Links(one, hosts.get(Role.WATCHDOG), mailbox)
 
 
 def _report_no_shared_memory(comm: MPI.Comm | ObjectCommunicator, why: str) -> None:

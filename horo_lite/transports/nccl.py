@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from horo_lite import _native, settings
 from horo_lite.errors import DeviceError, warn
-from horo_lite.transports.agreement import Report, agree, exchange_reports, exchange_texts
+from horo_lite.transports.agreement import agree, exchange_objects, exchange_texts
 from horo_lite.transports.gpu import GpuTransport
 from horo_lite.transports.interface import QueuedReductions, Reduction, Transport
 from horo_lite.transports.nccl_library import nccl_candidates
@@ -111,9 +111,7 @@ def connect(host: Transport, queue: _native.DeviceQueue, allowed: bool) -> GpuTr
     # With different bucket sizes, the GPUs would wait forever.
     alike = f"{label}\nHORO_LITE_BUCKET_BYTES {given or 'not set'}, register {registers}"
     agree(host, label, alike, lambda: alike)
-    everyone: list[_Endpoint] = [
-        report.data for report in exchange_reports(host, Report(label, mine))
-    ]
+    everyone: list[_Endpoint] = exchange_objects(host, mine)
     obstacle = _obstacle(everyone)
     if obstacle:
         if host.rank == 0 and obstacle not in _warned:
@@ -131,7 +129,7 @@ def connect(host: Transport, queue: _native.DeviceQueue, allowed: bool) -> GpuTr
         if any(exchange_texts(host, problem)):  # the communicator can no longer be used
             group.fail("the bucket could not be registered")
             unique_id = _native.nccl_unique_id() if host.rank == 0 else b""
-            unique_id = exchange_reports(host, Report(label, unique_id))[0].data
+            unique_id = exchange_objects(host, unique_id)[0]
             group = _connect(host, queue, unique_id, bucket_bytes, timeout_s)
     return NcclTransport(host, group, staged)
 

@@ -84,12 +84,11 @@ class ShmTransport(Transport):
         alltoall(self.group.exchange, self.rank, send, receive, n_bytes)
 
     def new_engine(
-        self, direct: Transport, explain: Callable[[str, list[str], list[int]], str]
+        self, explain: Callable[[str, list[str], list[int]], str]
     ) -> _native.Engine | None:
         if self.size == 1:
             return None
-        assert direct.engine_group is not None
-        engine = _native.Engine.over(self.group, direct.engine_group, list(self.ranks), explain)
+        engine = _native.Engine.over(self.group, list(self.ranks), explain)
         if self.stall_detector is not None:
             engine.watched_by(self.stall_detector)
         return engine

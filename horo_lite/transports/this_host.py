@@ -28,9 +28,8 @@ __all__ = ["Role", "ThisHost", "share_memory"]
 class Role(IntEnum):
     """The purpose of a transport of a world, and its index in the host's shared memory."""
 
-    DIRECT = 0
-    ENGINE = 1
-    WATCHDOG = 2
+    OPERATIONS = 0
+    WATCHDOG = 1
 
 
 # PID, name, location of the host's shared memory
@@ -76,9 +75,8 @@ class ThisHost:
             self.names,
         )
         if role != Role.WATCHDOG:  # no rank waits for its thread
-            direct = role == Role.DIRECT and self.scratch_bytes == 0
-            group.watched_by(self.stall_detector, self.here, direct)
-        if role == Role.DIRECT and self.is_world:
+            group.watched_by(self.stall_detector, self.here)
+        if role == Role.OPERATIONS and self.is_world:
             group.report_at_sigterm()
         return group
 

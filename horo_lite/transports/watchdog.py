@@ -13,8 +13,8 @@ from weakref import WeakSet
 
 from horo_lite import _native
 from horo_lite.errors import DeviceError, MismatchError, PeerLostError, StallError
-from horo_lite.transports.agreement import digest_of, exchange_texts, explain, on_ranks
-from horo_lite.transports.interface import Header, OverHost, Transport
+from horo_lite.transports.agreement import exchange_texts, explain, on_ranks
+from horo_lite.transports.interface import Transport
 
 
 class Withdrawable(Protocol):
@@ -43,7 +43,7 @@ _N_STATES = 8
 ROUND_S = 0.2
 ABORT_S = 10.0
 MAX_AHEAD = 256  # notices of a rank without a match on others; CUDA itself queues about 1,000
-_ELSEWHERE = digest_of("not this call: it has queued something on its GPU that nobody else has")
+ELSEWHERE = "not this call: it has queued something on its GPU that nobody else has"
 
 
 class Notice:
@@ -85,15 +85,20 @@ class Watchdog:
     waits for the notice. If no rank follows, that is not a mismatch but `nobody_follows`: all are
     waiting, and nothing has been queued.
 
-    A rank that waits for the others in a direct call on the host, while they have queued something
-    on their GPUs instead, is detected by the number of such calls (`CountedTransport`).
+    A rank that waits for the others in a blocking call on the host, while they have queued something
+    on their GPUs instead, is detected by the number of such calls (`enters`).
     """
 
     def __init__(
-        self, transport: Transport, direct: CountedTransport, streams: Sequence[Watched]
+        self,
+        transport: Transport,
+        pass_by: Callable[[str], None],
+        streams: Sequence[Watched],
     ) -> None:
         self._transport = transport
-        self._direct = direct
+        self._pass_by = pass_by
+        self._n_calls = 0  # blocking calls on the host
+        self._label = ""  # of the latest
         self._streams = streams
         self._error: Exception | None = None
         self._stopped = threading.Event()  # set if there is an error
@@ -101,19 +106,18 @@ class Watchdog:
         self._submitting = threading.RLock()  # re-entrant, since a finalizer may submit, too
         self._submitted: WeakSet[Withdrawable] = WeakSet()
         self._is_stopping = False  # no submissions until the error was raised
-        self._awaited = 0  # the direct call in which a rank waits for ranks that are elsewhere
+        self._awaited = 0  # the blocking call in which a rank waits for ranks that are elsewhere
         self._generation = 0  # how many errors all ranks have raised
         self._lost: PeerLostError | None = None  # raised if this rank queues anything alone
         self._notices: queue.SimpleQueue[Notice | None] = queue.SimpleQueue()
         self._first: Notice | None = None
         self._latest: deque[Notice] = deque()
         self._closing = False
-        self._stall_detector = direct.stall_detector
+        self._stall_detector = transport.stall_detector
         # The wait of an operation that this rank has queued, and others have not.
         self._unmatched: _native.Wait | None = None
         self._starting = threading.Lock()
         self._thread = threading.Thread(target=self._loop, name="horo_lite watchdog", daemon=True)
-        direct.watchdog = self
 
     def start(self) -> None:
         """Start, once all ranks have connected their GPUs; also called after a reconnection."""
@@ -130,10 +134,10 @@ class Watchdog:
             raise self._lost
         if self._stall_detector is not None:
             self._stall_detector.doing(label)
-        state, n_agreed = _FOLLOWS if follows else _DIFFERS, self._direct.n_agreed
+        state, n_agreed = _FOLLOWS if follows else _DIFFERS, self._n_calls
 
         def describe_all() -> str:
-            return f"{describe()}\nafter {n_agreed} direct calls on the host"
+            return f"{describe()}\nafter {n_agreed} blocking calls on the host"
 
         notice = Notice(label, digest, describe_all, state, n_agreed, self._generation)
         self._notices.put(notice)
@@ -182,8 +186,9 @@ class Watchdog:
             if error is None:
                 return
             if isinstance(error, (MismatchError, DeviceError)):
-                if self._direct.n_agreed < self._awaited:
-                    self._direct.pass_by()
+                if self._n_calls < self._awaited:
+                    self._n_calls += 1
+                    self._pass_by(self._label)
                 for stream in self._streams:
                     if stream.failure():  # not a stream that has been connected since
                         stream.reset()
@@ -212,19 +217,21 @@ class Watchdog:
         self.check()
 
     def raise_elsewhere(self) -> None:
-        """Raise the same error as all ranks, since some are not in this rank's direct call."""
+        """Raise the same error as all ranks, since some are not in this rank's blocking call."""
         self._wait_until(self._stopped.wait)
         self.check()
 
-    def is_awaited(self) -> bool:
-        """Return whether other ranks wait in a direct call that this one should have made."""
-        return self._error is not None and self._direct.n_agreed < self._awaited
+    def enters(self, label: str) -> None:
+        """Count a blocking call on the host; raise, if others wait in one that this rank missed."""
+        if self._error is not None and self._n_calls < self._awaited:
+            self.check()
+        self._label = label
+        self._n_calls += 1
 
     def close(self) -> None:
         """Wait until all notices have been compared; raise if there was a difference."""
         self._notices.put(None)
         self._wait_until(self._has_ended)
-        self._direct.watchdog = None
         self.check()
 
     def _has_ended(self, timeout_s: float) -> bool:
@@ -254,9 +261,9 @@ class Watchdog:
         """Compare with the other ranks' threads; return whether there is another round."""
         if self._stall_detector is not None:
             self._stall_detector.check()
-        # Read before the notices: notices from before the latest of these direct calls are then
+        # Read before the notices: notices from before the latest of these blocking calls are then
         # seen below.
-        n_agreed, direct_call = self._direct.n_agreed, self._direct.label
+        n_agreed, direct_call = self._n_calls, self._label
         notice = self._next()
         failure = self._failure()
         if failure:
@@ -286,7 +293,7 @@ class Watchdog:
             with_notice = [n for n, has in zip(counts, announced, strict=True) if has]
             if with_notice and without and max(without) > min(with_notice):
                 self._awaited = max(without)
-                here = f"{direct_call}, a direct call on the host"
+                here = f"{direct_call}, a blocking call on the host"
                 here = here if n_agreed == self._awaited else "nothing yet"
                 texts = exchange_texts(
                     self._transport, here if notice is None else notice.describe()
@@ -401,42 +408,3 @@ class Watchdog:
         """Let this rank's program raise the error, and reconnect."""
         self._error = error
         self._stopped.set()
-
-
-class CountedTransport(OverHost):
-    """The transport of direct calls, which counts how often this rank has agreed with others."""
-
-    def __init__(self, transport: Transport) -> None:
-        super().__init__(transport)
-        self.name = transport.name
-        self.shares_memory = transport.shares_memory
-        self.native_group = transport.native_group
-        self.engine_group = transport.engine_group
-        self.watchdog: Watchdog | None = None
-        self.n_agreed = 0
-        self._label = ""
-
-    @property
-    def host(self) -> CountedTransport:
-        return self
-
-    @property
-    def label(self) -> str:
-        return self._label
-
-    def agree(
-        self, digest: int, count: int = 0, weight: float = 1.0, *, label: str = ""
-    ) -> list[Header]:
-        if self.watchdog is not None and self.watchdog.is_awaited():
-            self.watchdog.check()
-        self._label = label
-        self.n_agreed += 1
-        headers = self._host.agree(digest, count, weight, label=label)
-        if self.watchdog is not None and any(header.digest == _ELSEWHERE for header in headers):
-            self.watchdog.raise_elsewhere()
-        return headers
-
-    def pass_by(self) -> None:
-        """Tell ranks that wait in a direct call that this one is not in it."""
-        self.n_agreed += 1
-        self._host.agree(_ELSEWHERE, label=self._label)

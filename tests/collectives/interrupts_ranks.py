@@ -55,7 +55,7 @@ def end_early(operation, phase, how, folder):
     }[operation]
     hvd.barrier()
     if world.rank == 1:
-        be_late(operation, phase, how, operate, transport, notes)
+        be_late(operation, phase, how, operate, world.group, notes)
         return
     threading.Thread(target=end_soon, args=(how, transport, notes), daemon=True).start()
     with pytest.raises(KeyboardInterrupt if how == "interrupt" else hvd.PeerLostError):
@@ -83,8 +83,8 @@ def end_soon(how, transport, notes):
         transport.leave("the test says so")
 
 
-def be_late(operation, phase, how, operate, transport, notes):
-    """In `agree`, or when all have agreed and the data is to be sent."""
+def be_late(operation, phase, how, operate, group, notes):
+    """Before the call is matched, or when all have agreed and the data is to be sent."""
     threads = []
 
     def wait_until_ended():
@@ -99,7 +99,7 @@ def be_late(operation, phase, how, operate, transport, notes):
         return late
 
     if phase == "handshake":
-        transport.agree = later(transport.agree)
+        group._together = later(group._together)
     elif operation == "recv":
         from horo_lite import context  # the envelope is sent at once, its data late
 
@@ -120,6 +120,7 @@ def be_late(operation, phase, how, operate, transport, notes):
         channel.start = late
     else:
         name = {"allgather_object": "allgather"}.get(operation, operation)
+        transport = group.transport
         setattr(transport, name, later(getattr(transport, name)))
     with contextlib.suppress(hvd.PeerLostError):
         operate()

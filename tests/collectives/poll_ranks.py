@@ -39,16 +39,18 @@ def fails(handle):
 if world.rank == 1 and how == "dies":
     os.kill(os.getpid(), signal.SIGKILL)
 if world.rank == 0:
-    lost = [hvd.irecv(large.copy(), 1), hvd.isend(large, 1), hvd.allreduce_async(small, name="w")]
+    lost = [hvd.irecv(large.copy(), 1), hvd.isend(large, 1)]
     for handle in lost:
         poll(handle)
         assert handle.done()
-    if how == "ends":  # a rank that only polls can continue with the others
+    if how == "ends":  # a rank that only polls messages can continue with the others
         answer = hvd.irecv(small)
         assert not answer.done()
         hvd.send(small, 2)
         poll(answer)
         assert answer.wait() == 2
+    lost.append(hvd.allreduce_async(small, name="w"))
+    poll(lost[-1])
     for handle in lost:
         fails(handle)
     print("all are lost", flush=True)

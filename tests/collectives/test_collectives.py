@@ -81,6 +81,28 @@ def test_only_a_mismatch_of_unnamed_operations_advises_their_order(name: str) ->
     assert "give them names" in explain("allreduce 'noname.1'", ["", "float32[2]"])
 
 
+def test_a_blocking_call_and_an_asynchronous_one_that_wait_for_each_other_are_an_error() -> None:
+    """On every rank, about its own call, without any patience; and all can go on."""
+
+    def rank(group: hvd.Group) -> str:
+        handle = ops.allreduce_async(1.0, name="a", group=group) if group.rank == 1 else None
+        with pytest.raises(hvd.MismatchError) as error:
+            ops.synchronize(handle, group=group) if handle else ops.barrier(group=group)
+        assert ops.allreduce(1.0, hvd.Sum, group=group) == 3
+        return str(error.value)
+
+    zero, one, two = run_threads(3, rank)
+    assert zero == two
+    assert zero.startswith(
+        "barrier was called by ranks 0, 2 but not by rank 1, and every rank is waiting, rank 1 in "
+        "allreduce 'a': none can continue. Look for a call that some ranks do not make"
+    )
+    assert one.startswith(
+        "allreduce 'a' was submitted by rank 1 but not by ranks 0, 2, and every rank is waiting, "
+        "rank 0 in barrier, rank 2 in barrier: none can continue. Look for"
+    )
+
+
 @pytest.mark.parametrize("name", ["allreduce_", "grouped_allreduce_", "broadcast_"])
 def test_ranks_may_hold_an_array_in_different_memory_orders(name: str) -> None:
     """Elements are matched by index, by blocking and by asynchronous calls."""

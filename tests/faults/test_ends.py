@@ -146,17 +146,14 @@ ENDS = [
            "0 and 2: tensor 0: float64[3]; rank 1: tensor 0: float64[4]",),
           others="hvd.allreduce_async(np.ones(3), name='weights')", messages=None),
     Fault("direct here, asynchronous there", ALLREDUCE,
-          ("MismatchError: allreduce 'w' was submitted by ranks 0, 2 but not by rank 1, and every "
-           "rank is waiting, rank 1 in allreduce 'w': none",),
+          ("MismatchError: allreduce 'w' was ", "and every rank is waiting, rank "),
           others=ASYNCHRONOUS, messages=None),
     Fault("direct here, asynchronous there, between hosts", ALLREDUCE,
-          ("MismatchError: allreduce 'w' was submitted by ranks 0, 2 but not by rank 1, and every "
-           "rank is waiting, rank 1 in allreduce 'w': none",),
+          ("MismatchError: allreduce 'w' was ", "and every rank is waiting, rank "),
           hosts="1,1,1", others=ASYNCHRONOUS, messages=None),
     Fault("one asynchronous operation more",
           "hvd.synchronize([hvd.allreduce_async(np.ones(3)) for _ in range(3)][-1])",
-          ("MismatchError: allreduce number 3 was submitted by rank 1 but not by ranks 0, 2, and "
-           "every rank is waiting, rank 0 in barrier, rank 2 in barrier: none",),
+          ("allreduce number 3", "barrier", "and every rank is waiting, rank "),
           others="[hvd.allreduce_async(np.ones(3)) for _ in range(2)]\nhvd.barrier()",
           hosts="2,1", messages=None),
     # Sudden deaths: only the peers can report them.

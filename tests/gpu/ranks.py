@@ -26,7 +26,7 @@ from horo_lite.transports.shm import ShmTransport
 from horo_lite.transports.staged import StagedTransport
 from horo_lite.transports.stream import CommunicationStream
 
-N_GROUPS = 4  # direct calls, asynchronous ones, the watchdog, and the checks' own
+N_GROUPS = 3  # the world's operations, its watchdog, and the checks' own
 
 
 def invite(ranks: Sequence[subprocess.Popen[str]]) -> _native.Segment | None:
@@ -72,7 +72,7 @@ def join() -> tuple[Any, Group]:
         device=context.Device("cuda", rank % len(_native.gpus()[1])),
         homogeneous=True,
         thread_multiple=True,
-        group=Group(*transports[:3]),
+        group=Group(*transports[:2]),
     )
     made = session.Session(
         settings=Settings.read({}, os.environ),
@@ -89,7 +89,7 @@ def join() -> tuple[Any, Group]:
     context.enter(made.world, made.messages, made.subgroups)
     devices.make_current(world.device.index)
     atexit.register(session._at_exit)
-    return world, Group(transports[3])
+    return world, Group(transports[2])
 
 
 def use_nccl_alone(world: Any) -> None:

@@ -23,11 +23,15 @@ int main(int argc, char** argv) {
                 {"causes", causes},
                 {"losses", losses},
                 {"asynchronous", asynchronous},
+                {"blocking_calls", blocking_calls},
+                {"differing_calls", differing_calls},
+                {"progress", progress},
                 {"withdrawals", withdrawals},
                 {"late_withdrawals", late_withdrawals},
                 {"mismatches", mismatches},
                 {"joins", joins},
-                {"broken_engines", broken_engines}};
+                {"broken_engines", broken_engines},
+                {"broken_calls", broken_calls}};
   const int n_rounds = argc > 1 ? std::atoi(argv[1]) : 1;
   const unsigned first_seed = argc > 2 ? static_cast<unsigned>(std::atoi(argv[2])) : 1;
   const std::string only = argc > 3 ? argv[3] : "";

@@ -113,8 +113,6 @@ void collectives(unsigned seed) {
       // Called by other threads of a process meanwhile.
       const std::jthread spectator([&](std::stop_token stop) {
         while (!stop.stop_requested()) {
-          me.direct.n_waits();
-          me.direct.waiting_thread();
           me.direct.has_left(0);
           me.direct.peer_pids(true);
           me.direct.label();

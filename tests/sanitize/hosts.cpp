@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <chrono>
 #include <deque>
+#include <latch>
 #include <map>
 #include <mutex>
 #include <thread>
@@ -228,12 +229,9 @@ struct Member {
     const auto explain = [](const std::string& name, const std::vector<std::string>& said, const std::vector<int>&) {
       return name + " differs: " + said.front() + ", " + said.back();
     };
-    const auto waits = [this] {
-      return Engine::DirectWait{direct->n_waits(), direct->waiting_thread(), direct->peers().label()};
-    };
     auto wake_ups = std::make_shared<Network::Notes>(world.asynchronous, 1, rank);
     auto channel = std::make_unique<HostsChannel>(asynchronous, std::move(wake_ups));
-    engine = std::make_unique<Engine>(std::move(channel), world.ranks, explain, waits);
+    engine = std::make_unique<Engine>(std::move(channel), world.ranks, explain);
     engine->watched_by(detector);
   }
 
@@ -253,6 +251,20 @@ struct Member {
     pending.job->describe = [digest] { return std::string(3 << 20, 'x') + std::to_string(digest); };
     engine->submit(pending.job);
     return pending;
+  }
+  void call(const std::string& label, const Reduction& what) {
+    Tensors tensors(what, rank);
+    const auto job = std::make_shared<Job>();
+    job->entry = {label, 7, rank, 0.5};
+    job->run = [&](const std::vector<Entry>& entries) {
+      for (int r = 0; r < world.size(); ++r) {
+        const Entry& entry = entries[static_cast<size_t>(r)];
+        expect(entry.digest == 7 && entry.count == r && entry.weight == 0.5, "every rank's entry is what it announced");
+      }
+      reduce(*asynchronous, what, tensors);
+    };
+    engine->call(job);
+    check_result(what, tensors, world.size(), world.size());
   }
   void await(const Pending& pending) {
     engine->begin_wait(pending.job);
@@ -300,6 +312,35 @@ struct Member {
   }
 };
 
+// Blocking calls while other threads submit and wait; then one that some ranks do not make.
+void make_calls(Member& me, const std::vector<Reduction>& all, unsigned seed) {
+  for (int step = 0; step < 3; ++step) {
+    const std::jthread other([&] {
+      Random own(seed + static_cast<unsigned>(step));
+      std::vector<Member::Pending> pending;
+      for (const size_t n : {0, 1, 2}) {
+        std::this_thread::sleep_for(std::chrono::microseconds(own() % 3000));
+        pending.push_back(me.submit("operation " + std::to_string(n), all[n], 1));
+      }
+      for (const Member::Pending& each : pending) me.await(each);
+    });
+    Random own(seed + 100);
+    for (int i = 0; i < 4; ++i) {
+      std::this_thread::sleep_for(std::chrono::microseconds(own() % 3000));
+      me.call("call " + std::to_string(i), all[4]);
+    }
+  }
+  Member::Pending pending;
+  const std::string stuck = thrown_by<Mismatch>([&] {
+    if (me.rank == 0) return me.call("barrier", all[4]);
+    pending = me.submit("bucket", all[0], 1);
+    me.await(pending);
+  });
+  expect(contains(stuck, me.rank == 0 ? "barrier was called by rank 0 but not by" : "rank 0 in barrier"),
+         "who makes which call: " + stuck);
+  me.call("afterwards", all[4]);
+}
+
 // The program of all ranks of a world, and its end: rank 0 leaves while the others wait for it.
 void run_asynchronously(unsigned seed, const std::vector<int>& sizes) {
   World world(seed, sizes);
@@ -311,6 +352,7 @@ void run_asynchronously(unsigned seed, const std::vector<int>& sizes) {
     all.back().op = kOps[i % 2];
     for (DType& dtype : all.back().dtypes) dtype = drawn() % 2 == 0 ? DType::kFloat32 : DType::kInt64;
   }
+  std::latch ended(world.size());  // messages that are in flight may use a rank's memory
   std::vector<std::jthread> threads;
   for (int h = 0; h < world.hosts.size(); ++h) {
     for (size_t i = 0; i < world.hosts.ranks[static_cast<size_t>(h)].size(); ++i) {
@@ -330,10 +372,19 @@ void run_asynchronously(unsigned seed, const std::vector<int>& sizes) {
           expect(contains(why, "x0, xxx"), "a mismatch has what every rank said");
           me.await(me.submit("afterwards", all[1], 1));
           me.reduce_directly(all[4]);
-          try {
-            me.engine->drain();
-          } catch (const Mismatch&) {  // thrown if it was not seen
-            expect(false, "the mismatch has been seen");
+          make_calls(me, all, seed + static_cast<unsigned>(rank));
+          if (rank == 0 || seed % 2 == 0) {
+            try {
+              me.engine->drain();
+            } catch (const Mismatch&) {  // thrown if it was not seen
+              expect(false, "the mismatch has been seen");
+            }
+          } else {
+            const std::string lost = thrown_by<PeerLost>([&] { me.call("another call", all[4]); });
+            expect(contains(lost, "rank 0 has left") && contains(lost, "waited in another call"),
+                   "who has left: " + lost);
+            const std::string after = thrown_by<PeerLost>([&] { me.call("yet another call", all[4]); });
+            expect(contains(after, "can no longer be used"), "the group stays unusable: " + after);
           }
           if (rank != 0) {
             const std::string lost = thrown_by<PeerLost>([&] { me.direct->agree("another call", {}); });
@@ -342,6 +393,7 @@ void run_asynchronously(unsigned seed, const std::vector<int>& sizes) {
           }
           me.direct->peers().leave("its program has ended");
           me.asynchronous->peers().leave("its program has ended");
+          ended.arrive_and_wait();
         } catch (const std::exception& error) {
           expect(false, "rank " + std::to_string(rank) + " raised " + error.what());
         }

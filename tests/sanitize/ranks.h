@@ -38,6 +38,10 @@ void engines_of_several_hosts(unsigned seed);
 void causes(unsigned seed);
 void losses(unsigned seed);
 void asynchronous(unsigned seed);
+void blocking_calls(unsigned seed);
+void differing_calls(unsigned seed);
+void progress(unsigned seed);
+void broken_calls(unsigned seed);
 void withdrawals(unsigned seed);
 void late_withdrawals(unsigned seed);
 void mismatches(unsigned seed);
@@ -228,13 +232,12 @@ struct Rank {
                                                  host.pids, host.names)),
         direct(host.direct.data(), rank, size, host.pids, host.names),
         group(std::make_shared<ShmGroup>(host.asynchronous.data(), rank, size, host.pids, host.names)) {
-    direct.watched_by(detector, host.ranks, true);
-    group->watched_by(detector, host.ranks, false);
+    direct.watched_by(detector, host.ranks);
+    group->watched_by(detector, host.ranks);
     const auto explain = [](const std::string& name, const std::vector<std::string>& said, const std::vector<int>&) {
       return name + " differs: " + said.front() + ", " + said.back();
     };
-    const auto waits = [this] { return Engine::DirectWait{direct.n_waits(), direct.waiting_thread(), direct.label()}; };
-    engine = std::make_unique<Engine>(std::make_unique<ShmChannel>(group), host.ranks, explain, waits);
+    engine = std::make_unique<Engine>(std::make_unique<ShmChannel>(group), host.ranks, explain);
     engine->watched_by(detector);
   }
   void leave() {

@@ -86,19 +86,19 @@ class TorchModel:
 
 def interrupt_inside():
     # Once the main thread waits for the others in an operation, which it cannot finish.
-    transport, has_begun = hvd.world().group.transport, threading.Event()
-    real = transport.agree
+    group, has_begun = hvd.world().group, threading.Event()
+    real = group._together
 
-    def agree(*args, **options):
+    def together(*args):
         has_begun.set()
-        return real(*args, **options)
+        return real(*args)
 
     def interrupt():
         has_begun.wait()
         time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGINT)
 
-    transport.agree = agree
+    group._together = together
     threading.Thread(target=interrupt, daemon=True).start()
 
 

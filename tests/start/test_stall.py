@@ -198,7 +198,7 @@ def test_ranks_that_wait_for_each_other(capfd: pytest.CaptureFixture[str]) -> No
     groups: dict[tuple[str, int], Group] = {}
     for name, ranks in parts.items():
         for native, rank in zip(thread_group(2), ranks, strict=True):
-            native.watched_by(detectors[rank], ranks, True)
+            native.watched_by(detectors[rank], ranks)
             groups[name, rank] = Group(ShmTransport(native, ranks, detectors[rank]))
 
     def body(group: Group) -> None:

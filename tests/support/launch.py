@@ -434,30 +434,25 @@ def run_threads(
     from horo_lite.collectives.group import Group
     from horo_lite.transports.shm import ShmTransport
 
-    def transports_of(direct: bool) -> list[ShmTransport]:
-        natives = thread_group(n)
-        for native, detector in zip(natives, detectors or (), strict=bool(detectors)):
-            native.watched_by(detector, range(n), direct)
-        return [
-            ShmTransport(native, None, each) for native, each in zip(natives, seen, strict=True)
-        ]
-
-    seen = detectors or [None] * n
-    transports, engines = transports_of(True), transports_of(False)
+    natives, seen = thread_group(n), detectors or [None] * n
+    for native, detector in zip(natives, detectors or (), strict=bool(detectors)):
+        native.watched_by(detector, range(n))
+    transports = [
+        ShmTransport(native, None, each) for native, each in zip(natives, seen, strict=True)
+    ]
     results: dict[int, T] = {}
     errors: dict[int, BaseException] = {}
 
     def body(rank: int) -> None:
         try:
-            group = Group(transports[rank], engines[rank])
+            group = Group(transports[rank])
             try:
                 results[rank] = fn(group)
             finally:
                 group.close()
         except BaseException as error:
             errors[rank] = error
-            for transport in (transports[rank], engines[rank]):
-                transport.abandon(f"rank {rank} raised {error!r}")
+            transports[rank].abandon(f"rank {rank} raised {error!r}")
 
     threads = [
         threading.Thread(target=body, args=(rank,), name=f"rank {rank}", daemon=True)
@@ -475,7 +470,7 @@ def run_threads(
         for thread in stuck:
             stack = frames.get(thread.ident or 0)
             said.append(f"{thread.name} is at\n{''.join(traceback.format_stack(stack))}")
-        for transport in transports + engines:
+        for transport in transports:
             transport.abandon("the test's time is over")
         for thread in stuck:
             thread.join(2)

@@ -104,10 +104,9 @@ class HostsTransport(Transport):
             host.stall_detector,
             host.ranks,
             names,
-            role == Role.DIRECT,
         )
         carrier.memory["group"] = self.group
-        if role == Role.ENGINE:
+        if role == Role.OPERATIONS:
             self.group.for_engine(carrier.channel().native())
 
     # Agreeing and reducing.
@@ -230,10 +229,9 @@ class HostsTransport(Transport):
     # Ending.
 
     def new_engine(
-        self, direct: Transport, explain: Callable[[str, list[str], list[int]], str]
+        self, explain: Callable[[str, list[str], list[int]], str]
     ) -> _native.Engine | None:
-        assert direct.engine_group is not None
-        engine = _native.Engine.over(self.group, direct.engine_group, list(self.ranks), explain)
+        engine = _native.Engine.over(self.group, list(self.ranks), explain)
         engine.watched_by(self._detector)
         return engine
 
