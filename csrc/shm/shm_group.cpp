@@ -267,7 +267,7 @@ void ShmGroup::wait_for(int rank, Flag RankBlock::* which, uint32_t value, const
     check_not_given_up();  // in the same way
     const auto interrupted = [&](const std::string& why) {
       abandon("it was interrupted" + why);
-      broken_ = "this rank was interrupted in the middle of an operation" + why;
+      note_broken("this rank was interrupted in the middle of an operation" + why);
     };
     try {
       if (on_idle) on_idle();
@@ -309,8 +309,8 @@ void ShmGroup::report_wait(StallDetector::Wait& wait, Flag RankBlock::* which, u
     } else if (label == kJoin) detector_->check();
     else wait.report_if_due(label + scope_, arrived, late);
   } catch (const Stalled& stalled) {
-    broken_ = stalled.what();
-    abandon(broken_);
+    note_broken(stalled.what());
+    abandon(stalled.what());
     throw;
   }
 }
@@ -330,7 +330,7 @@ bool ShmGroup::died(int rank) {
 
 void ShmGroup::lost(const std::string& cause) {
   const PeerLost lost(cause, name(rank_) + " waited in " + block(rank_).label.get());
-  broken_ = lost.what();
+  note_broken(lost.what());
   pass_on(cause);
   throw lost;
 }
@@ -445,8 +445,18 @@ static std::string unusable(const std::string& why) {
 }
 
 void ShmGroup::check_usable() const {
-  if (!broken_.empty()) throw PeerLost(unusable(broken_));
+  if (is_broken_.load(std::memory_order_acquire)) {
+    const std::lock_guard lock(mutex_);
+    throw PeerLost(unusable(broken_));
+  }
   check_not_given_up();
+}
+
+// For any thread: one that waits for a message may learn of a loss during an operation.
+void ShmGroup::note_broken(const std::string& why) {
+  const std::lock_guard lock(mutex_);
+  if (broken_.empty()) broken_ = why;
+  is_broken_.store(true, std::memory_order_release);
 }
 
 void ShmGroup::check_not_given_up() const {
@@ -462,9 +472,7 @@ std::vector<Header> ShmGroup::agree(const std::string& label, const Header& mine
   set_label(label);
   ++entered_;
   own.headers[entered_ % 2] = mine;
-  if (detector_ != nullptr) {
-    own.entered_ns[entered_ % 2] = StallDetector::clock_ns();
-  }
+  if (detector_ != nullptr) own.entered_ns[entered_ % 2] = StallDetector::clock_ns();
   signal(own.entered, entered_);
   if (round != nullptr && round->demands) demand(entered_);
   wait_for_all(&RankBlock::entered, entered_, round);

@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -160,6 +161,7 @@ class ShmGroup {
   // Says which rank has died or given up, or that `awaited` has left; "" if there is no problem.
   std::string why_lost(int awaited);
   void report_wait(StallDetector::Wait& wait, Flag RankBlock::* flag, uint32_t value, const Round* round);
+  void note_broken(const std::string& why);
   [[noreturn]] void lost(const std::string& cause);
   void give_up(uint32_t how, const std::string& reason);
   std::string name(int rank) const;
@@ -174,7 +176,9 @@ class ShmGroup {
   std::vector<int> pidfds_;
   std::vector<std::string> names_;
   Distance distance_;
-  std::string broken_;  // why this group can no longer be used
+  mutable std::mutex mutex_;
+  std::string broken_;  // why this group can no longer be used; under the mutex
+  std::atomic<bool> is_broken_{false};
   bool oversubscribed_;
   long n_oom_kills_;  // when this group was created
   std::shared_ptr<StallDetector> detector_;
