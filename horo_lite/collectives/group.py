@@ -372,7 +372,11 @@ class Group:
             return 0
         assert self._engine is not None
         with self._lock:
+            if self._watchdog is not None:
+                self._watchdog.joins()
             order = cast("list[int]", self._engine.join(self._take_part))
+            if self._watchdog is not None:
+                self._watchdog.all_have_joined()
             self.reset_counts()
         return max(range(self.size), key=lambda r: order[r])
 

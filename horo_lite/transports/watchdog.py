@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Protocol
 from weakref import WeakSet
 
@@ -40,6 +40,7 @@ class Watched(Protocol):
 # (follows) do as agreed on earlier, with a failure, or in its last round.
 _IDLE, _DIFFERS, _FOLLOWS, _FAILED, _LEAVES = range(5)
 _N_STATES = 8
+_IN_JOIN = 1 << 31
 ROUND_S = 0.2
 ABORT_S = 10.0
 MAX_AHEAD = 256  # notices of a rank without a match on others; CUDA itself queues about 1,000
@@ -85,8 +86,8 @@ class Watchdog:
     waits for the notice. If no rank follows, that is not a mismatch but `nobody_follows`: all are
     waiting, and nothing has been queued.
 
-    A rank that waits for the others in a blocking call on the host, while they have queued something
-    on their GPUs instead, is detected by the number of such calls (`enters`).
+    A rank that waits for the others in a blocking call on the host, while they have queued
+    something on their GPUs instead, is detected by the number of such calls (`enters`).
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class Watchdog:
     ) -> None:
         self._transport = transport
         self._pass_by = pass_by
-        self._n_calls = 0  # blocking calls on the host
+        self._n_calls = 0  # blocking calls on the host; see `joins`
         self._label = ""  # of the latest
         self._streams = streams
         self._error: Exception | None = None
@@ -228,6 +229,21 @@ class Watchdog:
         self._label = label
         self._n_calls += 1
 
+    def joins(self) -> None:
+        """Note that this rank waits in join(): what the others queue meanwhile cannot complete."""
+        self._label = "join()"
+        self._n_calls |= _IN_JOIN  # more than that of any other call before all have joined
+
+    def all_have_joined(self) -> None:
+        """Note the end of join(); the others have raised what was found meanwhile.
+
+        Raises:
+            DeviceError: A rank's GPU has failed meanwhile.
+        """
+        self._n_calls = ((self._n_calls >> 32) + 1) << 32  # the same on all ranks
+        with suppress(MismatchError):
+            self.check()
+
     def close(self) -> None:
         """Wait until all notices have been compared; raise if there was a difference."""
         self._notices.put(None)
@@ -292,9 +308,10 @@ class Watchdog:
             without = [n for n, has in zip(counts, announced, strict=True) if not has]
             with_notice = [n for n, has in zip(counts, announced, strict=True) if has]
             if with_notice and without and max(without) > min(with_notice):
-                self._awaited = max(without)
+                latest = max(without)
                 here = f"{direct_call}, a blocking call on the host"
-                here = here if n_agreed == self._awaited else "nothing yet"
+                here = here if n_agreed == latest else "nothing yet"
+                self._awaited = 0 if latest & _IN_JOIN else latest  # nobody passes join() by
                 texts = exchange_texts(
                     self._transport, here if notice is None else notice.describe()
                 )

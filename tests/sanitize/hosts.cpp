@@ -224,8 +224,8 @@ struct Member {
                                                  std::vector<int>(world.ranks.size(), 0), world.names)),
         direct_host(memory.direct.data(), place, memory.size, pids(), own_names(here)),
         asynchronous_host(memory.asynchronous.data(), place, memory.size, pids(), own_names(here)),
-        direct(group(world.direct, direct_host, here, memory.windows, true)),
-        asynchronous(group(world.asynchronous, asynchronous_host, here, memory.asynchronous_windows, false)) {
+        direct(group(world.direct, direct_host, here, memory.windows)),
+        asynchronous(group(world.asynchronous, asynchronous_host, here, memory.asynchronous_windows)) {
     const auto explain = [](const std::string& name, const std::vector<std::string>& said, const std::vector<int>&) {
       return name + " differs: " + said.front() + ", " + said.back();
     };
@@ -303,12 +303,11 @@ struct Member {
     for (const int r : world.hosts.ranks[static_cast<size_t>(here)]) own.push_back(world.names[static_cast<size_t>(r)]);
     return own;
   }
-  std::shared_ptr<HostsGroup> group(Network& network, ShmGroup& host, int here, std::vector<uint8_t>& windows,
-                                    bool is_direct) const {
+  std::shared_ptr<HostsGroup> group(Network& network, ShmGroup& host, int here, std::vector<uint8_t>& windows) const {
     return std::make_shared<HostsGroup>(host, std::make_shared<Network::Endpoint>(network, rank, world.size()),
                                         std::make_shared<Network::Notes>(network, 0, rank),
                                         Hosts{world.hosts.ranks, here}, windows.data(), detector, world.ranks,
-                                        world.names, is_direct);
+                                        world.names);
   }
 };
 
