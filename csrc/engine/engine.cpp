@@ -226,13 +226,14 @@ void Engine::submit(std::shared_ptr<Job> job) {
   if (detector_ != nullptr) detector_->doing(job->entry.name, StallDetector::clock_ns());
 }
 
-// Throws why the group is broken; if a call has thrown that already, that the group can no longer be used.
+// Throws why the group is broken; or, if a call has thrown that already, that the group can no longer be used. A stall
+// is thrown again by what is submitted.
 void Engine::throw_broken(std::unique_lock<std::mutex>& lock, bool in_call) {
   const std::exception_ptr error = broken_;
   const bool is_seen = broken_seen_;
   broken_seen_ = is_seen || in_call;
   lock.unlock();
-  if (is_seen) channel_->check_usable();
+  if (is_seen && (in_call || !broken_by_stall_)) channel_->check_usable();
   std::rethrow_exception(error);
 }
 
@@ -965,6 +966,7 @@ void Engine::fail_all(std::exception_ptr error) {
     const std::lock_guard lock(mutex_);
     if (broken_) return;
     broken_ = is_loss ? std::make_exception_ptr(PeerLost(reason)) : error;
+    broken_by_stall_ = !is_loss;
     jobs.swap(jobs_);
     changing_.clear();
     unannounced_.clear();

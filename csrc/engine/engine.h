@@ -287,6 +287,7 @@ class Engine {
   std::deque<Entry> unannounced_;                                    // submitted, not announced yet
   std::exception_ptr broken_;
   bool broken_seen_ = false;
+  bool broken_by_stall_ = false;
   std::exception_ptr failed_;  // the error of the first job that failed
   bool error_seen_ = false;    // of any job
   std::vector<Await> awaits_;  // one for each thread that waits
