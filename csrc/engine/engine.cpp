@@ -314,21 +314,14 @@ void Engine::call(const std::shared_ptr<Job>& job) {
   const During<std::function<StallDetector::Overdue(int64_t)>> limits(StallDetector::overdue_of_others,
                                                                       [this](int64_t ns) { return overdue(ns); });
   try {
-    if (ready_.empty()) exchange_round(lock);
-    else lock.unlock();
+    lock.unlock();
     while (!job->done()) {
       const uint32_t n_wake_ups = channel_->n_wake_ups();
-      if (!ready_.empty()) {
-        run_next();
-      } else if (is_due()) {
-        lock.lock();
-        exchange_round(lock);
-      } else {
-        channel_->wait(n_wake_ups, kIdleSeconds);
-        report_wait();
-        check_peers();
-        if (on_idle) on_idle();
-      }
+      if (advance()) continue;
+      channel_->wait(n_wake_ups, kIdleSeconds);
+      report_wait();
+      check_peers();
+      if (on_idle) on_idle();
     }
     if (unmatched_wait_) report_wait();  // it is over
   } catch (...) {
@@ -398,14 +391,7 @@ void Engine::pump(uint32_t n_wake_ups, double timeout_s) {
   if (!take_over()) return;
   bool is_idle = false;
   try {
-    if (!ready_.empty()) {
-      run_next();
-    } else if (is_due()) {
-      std::unique_lock lock(mutex_);
-      exchange_round(lock);
-    } else {
-      is_idle = true;
-    }
+    is_idle = !advance();
     if (is_idle || unmatched_wait_) report_wait();
     if (is_idle) check_peers();
   } catch (...) {
@@ -425,8 +411,23 @@ void Engine::pump(uint32_t n_wake_ups, double timeout_s) {
   }
 }
 
+bool Engine::advance() {
+  if (is_due()) {
+    std::unique_lock lock(mutex_);
+    exchange_round(lock);
+  } else if (!ready_.empty()) {
+    auto [name, known] = std::move(ready_.front());
+    ready_.pop_front();
+    run_ready(name, std::move(known));
+  } else {
+    return false;
+  }
+  return true;
+}
+
 // Whether this rank enters the next round now.
 bool Engine::is_due() {
+  if (!ready_.empty()) return has_run_ && channel_->needs_handshakes();  // on all ranks alike
   if (calling_ != nullptr && (!is_announced_ || !is_quiet_)) return true;
   {
     const std::lock_guard lock(mutex_);
@@ -521,10 +522,11 @@ void Engine::exchange_round(std::unique_lock<std::mutex>& lock) {
   Writer more;
   Round round{false, on_wait_, nullptr};
   announced_waits_ = waiting();
-  round.demands = is_quiet_ || !unannounced_.empty();
+  // While operations are ready, all ranks enter it anyway.
+  round.demands = ready_.empty() && (is_quiet_ || !unannounced_.empty());
   for (const Entry& entry : unannounced_) write_entry(more, entry);
   unannounced_.clear();
-  demands_ = round.demands;
+  demands_ = round.demands || !ready_.empty();
   round_ = channel_->next_handshake();
   lock.unlock();
   if (calling_ != nullptr && !is_announced_) {
@@ -605,18 +607,13 @@ void Engine::collect_ready() {
   order_.erase(std::remove_if(order_.begin(), order_.end(), is_due), order_.end());
   // Ranks that have joined take part in all operations before the end of join().
   std::stable_partition(ready.begin(), ready.end(), [](const std::string& name) { return name != kJoin; });
-  // The program waits for its call. Then it may continue, while the engine's thread runs the rest.
-  std::stable_partition(ready.begin(), ready.end(), [](const std::string& name) { return name == kProgram; });
   for (const std::string& name : ready) {
-    ready_.emplace_back(name, std::move(known_.at(name)));
+    std::pair<std::string, Known> next(name, std::move(known_.at(name)));
+    // The program waits for its call. Then it may continue, while the engine's thread runs the rest.
+    if (name == kProgram) ready_.push_front(std::move(next));
+    else ready_.push_back(std::move(next));
     known_.erase(name);
   }
-}
-
-void Engine::run_next() {
-  auto [name, known] = std::move(ready_.front());
-  ready_.pop_front();
-  run_ready(name, std::move(known));
 }
 
 void Engine::run_ready(const std::string& name, Known known) {
@@ -725,9 +722,8 @@ void Engine::run(const std::string& name, Known known) {
     }
     const bool needs_stand_in = std::find(known.has.begin(), known.has.end(), false) != known.has.end();
     if (needs_stand_in) job = stand_in(name, job, &known);
-    // A stand-in's memory is ready only now. A call's label is that of its round.
-    const bool needs_handshake = has_run_ || needs_stand_in;
-    if (needs_handshake || job != calling_) channel_->begin(title, !needs_handshake);
+    if (needs_stand_in) channel_->agree(title, {}, nullptr);  // its memory is ready only now
+    else if (job != calling_) channel_->set_label(title);     // a call's label is that of its round
     has_run_ = true;
     has_moved_ = true;
     if (job != calling_) job->begin();
@@ -804,6 +800,9 @@ void Engine::result(const Job& job) {
 std::string Engine::label() {
   if (calling_ != nullptr) return calling_->title();
   const std::string label = "the matching of asynchronous operations";
+  if (!ready_.empty()) {
+    if (const std::shared_ptr<Job> job = find(ready_.front().first)) return job->title();
+  }
   const std::lock_guard lock(mutex_);
   if (const Await* await = awaited()) return await->job->title() + ", in " + label;
   // With nothing in flight, this rank is still best described by its last operation.

@@ -2,7 +2,9 @@
 // calls, of which a rank makes one at a time, by their order.
 //
 // Engines exchange messages in rounds. In each round, every rank announces what was submitted since the last one; then
-// all run the operations that all ranks have submitted, in the order in which they were first announced.
+// all run the operations that all ranks have submitted, in the order in which they were first announced. Where
+// operations need a handshake between them, that is a round, too: a blocking call waits for one of them, and not for
+// the rest.
 //
 // One thread of a rank at a time is the driver, which makes rounds and runs operations: a thread that makes a blocking
 // call, until that is done, and otherwise the engine's own thread. So a blocking call needs no other thread, and
@@ -72,8 +74,9 @@ class Channel {
   virtual std::vector<Header> agree(const std::string& label, const Header& mine, const Round* round) = 0;
   // Returns every rank's bytes, in rank order, after a handshake with their numbers.
   virtual std::vector<std::string> gather(const std::string& mine, const std::vector<Header>& headers) = 0;
-  // Precedes each operation; `follows_handshake`: not another operation.
-  virtual void begin(const std::string& label, bool follows_handshake) = 0;
+  // Names the operation that follows, which is not the first after a handshake only if that is not needed.
+  virtual void set_label(const std::string& label) = 0;
+  virtual bool needs_handshakes() const = 0;
   // Called a few times per second while waiting; throws to stop waiting.
   virtual void set_on_idle(std::function<void()> on_idle) = 0;
 
@@ -234,11 +237,11 @@ class Engine {
   void announce(std::unique_lock<std::mutex>& lock);
   [[noreturn]] void throw_broken(std::unique_lock<std::mutex>& lock, bool in_call = false);
   void exchange_round(std::unique_lock<std::mutex>& lock);
+  bool advance();  // makes a round or runs an operation; false if neither is due
   bool is_due();
   void announced(int rank, Entry entry);
   void withdrawn(int rank, const std::string& name);
   void collect_ready();
-  void run_next();
   void run_ready(const std::string& name, Known known);
   void fail_if_stuck(const std::vector<Header>& headers);
   bool has_joined(int rank) const;
@@ -319,7 +322,7 @@ class Engine {
   uint64_t n_rounds_ = 0;
   std::map<std::string, Known> known_;               // announced by some ranks, not yet by all; the same on every rank
   std::vector<std::string> order_;                   // the order in which they were announced
-  std::deque<std::pair<std::string, Known>> ready_;  // announced by all, to be run before the next round
+  std::deque<std::pair<std::string, Known>> ready_;  // announced by all, in the order in which they are run
   uint64_t n_announced_ = 0;
 };
 

@@ -43,7 +43,8 @@ class HostsChannel : public Channel {
   std::vector<std::string> gather(const std::string& mine, const std::vector<Header>& headers) override {
     return group_->gather(mine, headers);
   }
-  void begin(const std::string& label, bool) override { group_->peers().set_label(label); }
+  void set_label(const std::string& label) override { group_->peers().set_label(label); }
+  bool needs_handshakes() const override { return false; }
   void demand(uint64_t handshake) override { raise(wanted_, handshake); }
   bool is_demanded() override {
     for (const ShortMessage& message : wake_ups_->receive()) {

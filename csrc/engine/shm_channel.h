@@ -34,11 +34,9 @@ class ShmChannel : public Channel {
     group_->exchange({{reinterpret_cast<uint8_t*>(const_cast<char*>(mine.data())), mine.size()}}, sizes, wanted);
     return all;
   }
-  void begin(const std::string& label, bool follows_handshake) override {
-    // Peers may still read what the operation before has left for them.
-    if (follows_handshake) group_->set_label(label);
-    else group_->agree(label, {});
-  }
+  void set_label(const std::string& label) override { group_->set_label(label); }
+  // Peers may still read what the operation before has left for them.
+  bool needs_handshakes() const override { return true; }
   void demand(uint64_t handshake) override { group_->demand(static_cast<uint32_t>(handshake)); }
   bool is_demanded() override { return group_->is_demanded(); }
   uint32_t n_wake_ups() override { return group_->n_wake_ups(); }

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cmath>
 #include <thread>
+#include <utility>
 
 namespace horo {
 namespace {
@@ -147,25 +148,31 @@ void NcclGroup::start() {
   queue_->synchronize();
 }
 
-NcclGroup::~NcclGroup() {
-  if (captured_) return;  // graphs that hold operations may live as long as the program: everything stays
-  close();
+NcclGroup::~NcclGroup() { close(); }
+
+// Graphs that hold operations may live as long as the program: then everything stays, also because CommFinalize and
+// CommAbort would wait for the graph's end.
+void NcclGroup::close() {
+  const std::unique_lock lock(mutex_, kLetGo);  // a thread may never return from NCCL: the memory stays until it does
+  if (!lock || captured_) return;
+  leave();
   try {
-    queue_->synchronize();
+    // Also for the work of a group that has followed on this queue.
+    if (one_ != nullptr) queue_->synchronize();
     const Device::Current current(device_, index_);
-    if (bucket_ != nullptr && from_nccl_) nccl_.MemFree(bucket_);
-    if (bucket_ != nullptr && !from_nccl_) device_.release(index_, bucket_);
-    if (one_ != nullptr) device_.release(index_, one_);
-    if (exponents_ != nullptr) device_.release(index_, exponents_);
+    if (void* bucket = std::exchange(bucket_, nullptr)) {
+      if (from_nccl_) nccl_.MemFree(bucket);
+      else device_.release(index_, bucket);
+    }
+    if (one_ != nullptr) device_.release(index_, std::exchange(one_, nullptr));
+    if (exponents_ != nullptr) device_.release(index_, std::exchange(exponents_, nullptr));
   } catch (const DeviceError&) {  // the process is losing its GPU
   }
 }
 
-// Destroying waits for the other ranks; a failed communicator is already aborted. With a graph that holds an operation,
-// CommFinalize and CommAbort would wait for that graph's end: forever, if it lives as long as the program.
-void NcclGroup::close() {
-  const std::lock_guard lock(mutex_);
-  if (captured_ || comm_ == nullptr || failed_) return;
+// Destroying waits for the other ranks; a failed communicator is already aborted.
+void NcclGroup::leave() {
+  if (comm_ == nullptr || failed_) return;
   timeout_s_ = std::min(timeout_s_, kGoodbyeSeconds);
   try {
     const Device::Current current(device_, index_);

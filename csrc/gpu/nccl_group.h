@@ -57,7 +57,8 @@ class NcclGroup {
   void allgather(const Buffer& send, const std::vector<Buffer>& receive);
   void alltoall(const std::vector<Buffer>& send, const std::vector<Buffer>& receive);
 
-  // All ranks leave: those that come first wait for the others, but not for long. Later calls throw.
+  // All ranks leave: those that come first wait for the others, but not for long. Later calls throw. Frees the memory on
+  // the GPU, for which this waits until the GPU has done all work of the queue; so does the destructor otherwise.
   void close();
   // Ends all operations, current and future: their calls throw DeviceError with this reason. Any thread may call it, at
   // any time.
@@ -79,6 +80,7 @@ class NcclGroup {
   void throw_if_failed();
   void abort(NcclComm comm);
   void begin();
+  void leave();
   void measure(const std::vector<TensorRef>& tensors, const std::vector<Traffic>& traffic, double prescale);
   void send(Bucket& bucket, double prescale, Factor factor, const double* divisor);
 

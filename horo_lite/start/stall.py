@@ -39,10 +39,10 @@ class Straggler(NamedTuple):
 def stragglers() -> list[Straggler]:
     """Return how long the others have waited for each rank.
 
-    Any rank may call it, at any time after `init()`; no other rank takes part. It counts direct
-    calls, and asynchronous operations that `synchronize` waits for: the time between the arrival of
-    the others and that of the last rank, as measured by the ranks of this host. On GPUs with NCCL
-    the host does not wait, and nothing is counted.
+    Any rank may call it, at any time after `init()`; no other rank takes part. It counts
+    blocking calls, and asynchronous operations that `synchronize` waits for: the time between the
+    arrival of the others and that of the last rank, as measured by the ranks of this host. On GPUs
+    with NCCL the host does not wait, and nothing is counted.
 
     Returns:
         All ranks of the world, starting with the one that the others have waited for longest.

@@ -36,8 +36,8 @@ class CommunicationStream:
         return self._transport
 
     def transport(self) -> GpuTransport:
-        """Return the transport. Collective at the first call, and at the first after `reset`."""
-        found = self._transport  # other threads may reset it
+        """Return the transport. Collective at the first call, and at the first after `close`."""
+        found = self._transport  # other threads may close it
         if found is None:
             self._transport = found = connect(self.host, self.queue, self._allowed)
             if self.watchdog is not None and found.queued is not None:
@@ -45,7 +45,7 @@ class CommunicationStream:
         return found
 
     def transport_of_all(self) -> GpuTransport:
-        """Return `transport`, even if ranks have reset theirs at other times; always collective.
+        """Return `transport`, even if ranks have closed theirs at other times; always collective.
 
         Raises:
             DeviceError: A rank's GPU has failed in an earlier operation, which was not reported to
@@ -63,7 +63,7 @@ class CommunicationStream:
             raise DeviceError(on_ranks(self.host.ranks, texts))
         if found is None or _NOT_CONNECTED in states:
             self.fail("the ranks reconnect their GPUs")
-            self.reset()
+            self.close()
             found = self.transport()
             self.host.agree(0, label=label)  # operations through the host begin with agree()
         return found
@@ -85,13 +85,12 @@ class CommunicationStream:
         found = self._transport
         return found is not None and found.peer_failed
 
-    def reset(self) -> None:
-        """Reconnect at the next use."""
-        self._transport = None
-
     def close(self) -> None:
-        """Close the transport together with the other ranks, not whenever it is deleted."""
-        found = self._transport
+        """Close the transport, and reconnect at the next use.
+
+        Not whenever it is deleted, which may be in any thread, since errors refer to frames that
+        refer to it: closing waits for the GPU, and that for what the same thread may have to abort.
+        """
+        found, self._transport = self._transport, None  # other threads may use it
         if found is not None:
             found.close()
-        self.reset()

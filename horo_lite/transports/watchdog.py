@@ -33,7 +33,7 @@ class Watched(Protocol):
     def peer_failed(self) -> bool: ...
     def fail(self, reason: str) -> None: ...
     def failure(self) -> str: ...
-    def reset(self) -> None: ...
+    def close(self) -> None: ...
 
 
 # A rank's state in a round: idle, with a notice of an operation that it cannot (differs) or can
@@ -192,7 +192,7 @@ class Watchdog:
                     self._pass_by(self._label)
                 for stream in self._streams:
                     if stream.failure():  # not a stream that has been connected since
-                        stream.reset()
+                        stream.close()
                 self._generation += 1
                 self._is_stopping = False
                 self._stopped.clear()
@@ -279,7 +279,7 @@ class Watchdog:
             self._stall_detector.check()
         # Read before the notices: notices from before the latest of these blocking calls are then
         # seen below.
-        n_agreed, direct_call = self._n_calls, self._label
+        n_agreed, blocking_call = self._n_calls, self._label
         notice = self._next()
         failure = self._failure()
         if failure:
@@ -309,7 +309,7 @@ class Watchdog:
             with_notice = [n for n, has in zip(counts, announced, strict=True) if has]
             if with_notice and without and max(without) > min(with_notice):
                 latest = max(without)
-                here = f"{direct_call}, a blocking call on the host"
+                here = f"{blocking_call}, a blocking call on the host"
                 here = here if n_agreed == latest else "nothing yet"
                 self._awaited = 0 if latest & _IN_JOIN else latest  # nobody passes join() by
                 texts = exchange_texts(

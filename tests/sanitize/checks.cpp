@@ -26,6 +26,7 @@ int main(int argc, char** argv) {
                 {"blocking_calls", blocking_calls},
                 {"differing_calls", differing_calls},
                 {"progress", progress},
+                {"priority", priority},
                 {"withdrawals", withdrawals},
                 {"late_withdrawals", late_withdrawals},
                 {"mismatches", mismatches},

@@ -255,6 +255,31 @@ void progress(unsigned seed) {
   });
 }
 
+// A blocking call waits for the operation that runs, and not for all that every rank has submitted.
+void priority(unsigned seed) {
+  constexpr unsigned kNames = 30;
+  Host host(3);
+  std::latch call_begins(host.size);
+  as_ranks(host, [&](Rank& me) {
+    std::vector<Pending> all;
+    for (unsigned i = 0; i < kNames; ++i) {
+      all.push_back(reduction_job(me, "gradient " + std::to_string(i), draw(seed + i, me.size)));
+      const auto& job = all.back().job;
+      job->run = [&, run = job->run](const std::vector<Entry>& entries) {
+        call_begins.wait();
+        sleep_ms(2);
+        run(entries);
+      };
+    }
+    for (const Pending& pending : all) me.engine->submit(pending.job);
+    call_begins.count_down();
+    call(me, "urgent", draw(seed + 50, me.size));
+    expect(!all.back().job->done(), "it is not the last");
+    for (const Pending& pending : all) await(me, pending);
+    end(me);
+  });
+}
+
 // Each rank withdraws its submission, which then has run on every rank or on none.
 void withdrawals(unsigned seed) {
   Host host(3);

@@ -41,6 +41,7 @@ void asynchronous(unsigned seed);
 void blocking_calls(unsigned seed);
 void differing_calls(unsigned seed);
 void progress(unsigned seed);
+void priority(unsigned seed);
 void broken_calls(unsigned seed);
 void withdrawals(unsigned seed);
 void late_withdrawals(unsigned seed);

@@ -287,9 +287,23 @@ def operations_fail() -> None:
     words = "on rank 1, NCCL could not", "FAILS_AT", "NCCL_DEBUG"
     group = start()
     usable(group)
+    assert group._streams is not None
+    failed = group._streams[0].transport()
     soon(3)
     settles(step, DeviceError, *words)
     usable(group)
+
+    # What failed is deleted at any time, also while the GPU waits for another rank.
+    token = np.ones(1)
+    if RANK != 1:
+        x = ops.allreduce(on_gpu(np.ones(5)), Sum, group=group)
+        del failed
+        ops.send(token, 1)
+    else:
+        for source in (0, 2):
+            ops.recv(token, source)
+        x = ops.allreduce(on_gpu(np.ones(5)), Sum, group=group)
+    assert np.all(x.numpy() == 3)
 
     # One rank has continued and queued more when another one waits for its GPU.
     soon(2)
