@@ -899,7 +899,8 @@ void Engine::fail_unmatched(bool only_beside) {
     const Waits waits = waiting();
     const bool still =
         only_beside ? waits.beside == announced_waits_.beside : waits.program == announced_waits_.program;
-    confirmation.number(still && unannounced_.empty());
+    // A call that waits to drive is announced in the next round, whatever its thread waited for in this one.
+    confirmation.number(still && unannounced_.empty() && n_calls_ == 0);
   }
   confirmation.string(waits_in());
   std::vector<std::string> calls;

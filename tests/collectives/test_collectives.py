@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import Any
 
 import checks
@@ -101,6 +103,35 @@ def test_a_blocking_call_and_an_asynchronous_one_that_wait_for_each_other_are_an
         "allreduce 'a' was submitted by rank 1 but not by ranks 0, 2, and every rank is waiting, "
         "rank 0 in barrier, rank 2 in barrier: none can continue. Look for"
     )
+
+
+def test_one_thread_may_wait_for_an_operation_while_another_one_makes_a_blocking_call() -> None:
+    """Even if the first one has waited for so long that its rank counts as blocked."""
+    has_waited = threading.Event()
+
+    def rank(group: hvd.Group) -> None:
+        def call() -> None:
+            if group.rank == 0:
+                time.sleep(0.3)
+                has_waited.set()
+            assert ops.allreduce(1.0, hvd.Sum, group=group) == 2
+
+        def wait() -> None:
+            handle = ops.allreduce_async(1.0, hvd.Sum, name="a", group=group)
+            assert ops.synchronize(handle, group=group) == 2
+
+        if group.rank == 0:
+            other = threading.Thread(target=call)
+            other.start()
+            wait()
+            other.join()
+        else:
+            has_waited.wait()
+            time.sleep(0.1)  # the other rank's call waits for the end of a round
+            call()
+            wait()
+
+    run_threads(2, rank)
 
 
 @pytest.mark.parametrize("name", ["allreduce_", "grouped_allreduce_", "broadcast_"])
