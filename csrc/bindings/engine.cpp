@@ -249,6 +249,9 @@ void bind_engine(nb::module_& m) {
           [](Engine& engine, std::shared_ptr<PyStallDetector> detector) { engine.watched_by(std::move(detector)); },
           "detector"_a, "Must be called immediately, if at all.")
       .def_prop_ro("n_failed", &Engine::n_failed, "How often all operations without a match have failed.")
+      .def_prop_ro("drives_here", &Engine::drives_here,
+                   "Whether this thread is in the middle of an operation, which a signal handler, a finalizer or a "
+                   "hook has interrupted.")
       .def_prop_ro("busy_s", &Engine::busy_s, "The CPU time of its thread, in seconds.")
       .def("drain", &Engine::drain, nb::call_guard<WithoutGil>())
       .def(

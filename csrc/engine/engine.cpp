@@ -308,6 +308,7 @@ void Engine::call(const std::shared_ptr<Job>& job) {
   if (broken_) throw_broken(lock, true);  // meanwhile
   --n_calls_;
   over.drives = is_driven_ = true;
+  driver_ = std::this_thread::get_id();
   calling_ = job;
   is_announced_ = false;
   if (detector_ != nullptr) detector_->doing(job->title(), now);
@@ -340,11 +341,13 @@ bool Engine::take_over() {
     wait_for_release(lock);
     return false;
   }
+  driver_ = std::this_thread::get_id();
   return is_driven_ = true;
 }
 
 void Engine::release(const Job* call) {
   calling_.reset();
+  driver_ = std::thread::id();
   const bool is_rest = !ready_.empty();
   bool sleep;
   {
@@ -986,6 +989,10 @@ void Engine::fail_all(std::exception_ptr error) {
 }
 
 void Engine::drain() {
+  if (drives_here() && n_in_flight() != 0) {
+    const std::string where = calling_ != nullptr ? calling_->title() : "an asynchronous operation";
+    fail_all(std::make_exception_ptr(PeerLost("shutdown() was called in the middle of " + where)));
+  }
   {
     std::unique_lock lock(mutex_);
     stopping_ = true;

@@ -193,6 +193,9 @@ class Engine {
   // order on all ranks: it is a mismatch if all ranks wait in this way.
   void begin_wait(std::shared_ptr<Job> job, bool beside = false);
   void end_wait(const Job& job);
+  // Whether this thread makes a round or runs an operation: it is in a signal handler, a finalizer or a hook, until
+  // whose end nothing can be completed.
+  bool drives_here() const { return driver_ == std::this_thread::get_id(); }
   size_t n_in_flight();
   // How often all operations without a match have failed; the same on all ranks.
   uint64_t n_failed() const { return n_failed_; }
@@ -200,7 +203,7 @@ class Engine {
   // Throws the job's error, if there is one, which then counts as seen.
   void result(const Job& job);
   // Completes what all ranks have submitted, then stops. Errors stay with their jobs, but if none has been seen, this
-  // throws the first one.
+  // throws the first one. If this thread drives, nothing is completed: what is in flight fails.
   void drain();
 
  private:
@@ -301,8 +304,9 @@ class Engine {
   bool ended_ = false;  // the thread has left its loop
   std::condition_variable end_;
 
-  std::atomic<uint32_t> n_releases_{0};  // changed under the mutex
-  std::atomic<uint64_t> round_{0};       // the handshake of the round in progress; set under the mutex
+  std::atomic<std::thread::id> driver_{};  // of the thread that drives, if any
+  std::atomic<uint32_t> n_releases_{0};    // changed under the mutex
+  std::atomic<uint64_t> round_{0};         // the handshake of the round in progress; set under the mutex
   std::shared_ptr<StallDetector> detector_;
 
   // Only for the driver.

@@ -80,7 +80,8 @@ class Group:
 
     Blocking calls are matched by position: every rank makes the same ones in the same order. Those
     of several threads wait for each other, and must be in the same order on all ranks; one inside
-    another one, from a signal handler or a finalizer, raises HoroLiteError.
+    another one, from a signal handler or a finalizer, raises HoroLiteError, and so does waiting
+    there for an asynchronous one.
     `…_async` calls are matched by name, in any order. What must be the same on all ranks
     (operation, shapes, dtypes, options, and names if given) is compared before any data moves. If
     it differs, every rank raises MismatchError with the first difference and the ranks involved,
@@ -184,14 +185,7 @@ class Group:
     def _run(self, call: Call[T], part: Part) -> Finish[T]:
         """Execute a blocking call; those of other threads wait for this one."""
         self.check_usable()
-        if self._running == threading.get_ident() and self.size > 1:
-            outer = self.transport.label
-            raise HoroLiteError(
-                f"{_public_call()} was called while this thread was in '{outer}': by "
-                "a signal handler, a finalizer (__del__, a weakref's callback) or a hook. The "
-                "ranks would no longer make the same calls in the same order. Set a flag there, "
-                "and make the call when the first one has returned"
-            )
+        self._check_not_inside()
         watchdog = None if part.memory.stream is None else self._watchdog
         failed = True
         recorder.enter(self._channel)
@@ -215,6 +209,18 @@ class Group:
             return finish
         finally:
             recorder.leave(failed)
+
+    def _check_not_inside(self) -> None:
+        """Raise HoroLiteError if this thread is in the middle of an operation of the group."""
+        drives = self._engine is not None and self._engine.drives_here
+        if drives or (self._running == threading.get_ident() and self.size > 1):
+            outer = self.transport.label
+            raise HoroLiteError(
+                f"{_public_call()} was called while this thread was in '{outer}': by "
+                "a signal handler, a finalizer (__del__, a weakref's callback) or a hook. The "
+                "ranks would no longer make the same calls in the same order. Set a flag there, "
+                "and make the call when the first one has returned"
+            )
 
     def _execute(self, call: Call[T], part: Part) -> Finish[T]:
         stream, transport = part.memory.stream, self.transport
@@ -290,6 +296,8 @@ class Group:
             PeerLostError: A rank died, left or failed. The group can no longer be used.
         """
         self.check_usable()
+        if not handle.done():
+            self._check_not_inside()
         try:
             return handle.wait(beside)
         except DeviceError:
@@ -370,6 +378,7 @@ class Group:
         self.check_usable()
         if self.size == 1:
             return 0
+        self._check_not_inside()
         assert self._engine is not None
         with self._lock:
             if self._watchdog is not None:

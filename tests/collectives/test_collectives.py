@@ -134,6 +134,29 @@ def test_one_thread_may_wait_for_an_operation_while_another_one_makes_a_blocking
     run_threads(2, rank)
 
 
+def test_a_call_inside_an_asynchronous_operation_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Such as one of a finalizer, which Python may run in any thread."""
+    groups: dict[int, hvd.Group] = {}
+    real = AllGather.move
+
+    def move(self: AllGather, part: Part, transport: Transport, headers: Any) -> Any:
+        with pytest.raises(hvd.HoroLiteError, match="while this thread was in 'allgather 'a'': by"):
+            ops.barrier(group=groups[transport.rank])
+        return real(self, part, transport, headers)
+
+    monkeypatch.setattr(AllGather, "move", move)
+
+    def rank(group: hvd.Group) -> list[float]:
+        groups[group.rank] = group
+        handle = ops.allgather_async(np.ones(1), name="a", group=group)
+        result: list[float] = ops.synchronize(handle, group=group).tolist()
+        return result
+
+    assert run_threads(2, rank) == [[1, 1]] * 2
+
+
 @pytest.mark.parametrize("name", ["allreduce_", "grouped_allreduce_", "broadcast_"])
 def test_ranks_may_hold_an_array_in_different_memory_orders(name: str) -> None:
     """Elements are matched by index, by blocking and by asynchronous calls."""

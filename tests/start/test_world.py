@@ -695,7 +695,10 @@ def test_threads_that_call_init_and_shutdown_at_once_have_one_world_after_anothe
 @pytest.mark.launches
 @pytest.mark.parametrize("hosts", ["", pytest.param("1,1", marks=pytest.mark.mpi)])
 def test_a_signal_handlers_collective_is_refused_and_the_one_under_way_goes_on(hosts: str) -> None:
-    """So is a finalizer's. Operations that they submit asynchronously are completed if possible."""
+    """So is a finalizer's, and a wait. What they submit asynchronously is completed later.
+
+    But they may call shutdown(), which then ends the call, and completes nothing.
+    """
     result = run_ranks(
         """
         import os, signal, threading, time
@@ -709,44 +712,80 @@ def test_a_signal_handlers_collective_is_refused_and_the_one_under_way_goes_on(h
             def __del__(self):
                 handle()
 
-        def handle(*_):
-            try:
-                hvd.allreduce(np.ones(3), name="inner")
-            except hvd.HoroLiteError as error:
-                refused.append(str(error))
+        def submit():
+            mine = np.full(3, 1.0 + world.rank)
+            handles.append(hvd.allreduce_async(mine, hvd.Sum, name=f"later {len(handles)}"))
+
+        def handle():
+            if world.group.transport.label == "barrier":  # and not while it waits in join()
+                submit()
+            inner = lambda: hvd.allreduce(np.ones(3), name="inner")
+            for call in inner, hvd.join, lambda: hvd.synchronize(handles[-1]):
+                try:
+                    call()
+                except hvd.HoroLiteError as error:
+                    refused.append(str(error))
 
         def on_signal(*_):
             handle()
             last = Last()
             del last
-            handles.append(hvd.allreduce_async(np.full(3, 1.0 + world.rank), hvd.Sum, name="later"))
             handled.touch()
 
         def signal_in_a_call():
-            while not world.group._running:
+            while world.group.transport.label not in ("barrier", "join()"):
                 time.sleep(0.001)
+            time.sleep(0.1)
             os.kill(os.getpid(), signal.SIGALRM)
 
+        def be_interrupted(outer, title, names):  # which rank 1 reaches after the signal
+            hvd.allreduce(np.ones(1))
+            if world.rank == 0:
+                threading.Thread(target=signal_in_a_call).start()
+                outer()
+                where = f"was called while this thread was in '{title}'"
+                texts = [f"{name}() {where}" for name in names] * 2
+                assert [text.partition(":")[0] for text in refused] == texts, refused
+                refused.clear()
+            else:
+                while not handled.exists():
+                    time.sleep(0.01)
+                handled.unlink()
+                outer()
+
         signal.signal(signal.SIGALRM, on_signal)
-        if world.rank == 0:
-            threading.Thread(target=signal_in_a_call).start()
-            hvd.barrier()  # which rank 1 reaches after the signal
-            assert len(refused) == 2
-            for text in refused:
-                assert "allreduce() was called while this thread was in 'barrier'" in text, text
-        else:
-            while not handled.exists():
-                time.sleep(0.01)
-            hvd.barrier()
-            handles.append(hvd.allreduce_async(np.full(3, 1.0 + world.rank), hvd.Sum, name="later"))
-        assert hvd.synchronize(handles[0]).tolist() == [3.0] * 3
+        be_interrupted(hvd.barrier, "barrier", ["allreduce", "join", "synchronize"])
+        if world.rank == 1:
+            submit()
+            submit()
+        assert all(hvd.synchronize(one).tolist() == [3.0] * 3 for one in handles)
+        be_interrupted(hvd.join, "join()", ["allreduce", "join"])
         assert hvd.allreduce(np.ones(2) + world.rank, hvd.Sum).tolist() == [3.0] * 2
         print("went on", flush=True)
+
+        def shut_down(*_):
+            try:
+                hvd.shutdown()
+            except hvd.PeerLostError as error:
+                assert str(error).endswith("in the middle of barrier; in flight: allreduce 'alone'")
+                handled.touch()
+
+        signal.signal(signal.SIGALRM, shut_down)
+        if world.rank == 0:
+            hvd.allreduce_async(np.ones(1), name="alone")
+            threading.Thread(target=signal_in_a_call).start()
+            try:
+                hvd.barrier()
+            except hvd.PeerLostError:
+                print("was shut down", flush=True)
+        while not handled.exists():
+            time.sleep(0.01)
         """,
         2,
         env={"HORO_LITE_TEST_HOSTS": hosts},
     )
     assert result.check().stdout.count("went on") == 2
+    assert "was shut down" in result.stdout
 
 
 @pytest.mark.mpi
