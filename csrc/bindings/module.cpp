@@ -20,6 +20,13 @@ namespace nb = nanobind;
 using namespace nb::literals;
 using namespace horo;
 
+// Raises a Python error, whatever its text contains: names may have been truncated within a character.
+static void raise(const char* type, const std::exception& error) {
+  const std::string text = error.what();
+  const auto decoded = nb::steal(PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "replace"));
+  if (decoded.is_valid()) PyErr_SetObject(error_class(type).ptr(), decoded.ptr());
+}
+
 NB_MODULE(_native, m) {
   nb::set_leak_warnings(false);  // at exit, the system frees what the last world held
 
@@ -29,15 +36,15 @@ NB_MODULE(_native, m) {
     } catch (const PythonError& e) {
       e.restore();
     } catch (const PeerLost& e) {
-      PyErr_SetString(error_class("PeerLostError").ptr(), e.what());
+      raise("PeerLostError", e);
     } catch (const Stalled& e) {
-      PyErr_SetString(error_class("StallError").ptr(), e.what());
+      raise("StallError", e);
     } catch (const Mismatch& e) {
-      PyErr_SetString(error_class("MismatchError").ptr(), e.what());
+      raise("MismatchError", e);
     } catch (const DeviceError& e) {
-      PyErr_SetString(error_class("DeviceError").ptr(), e.what());
+      raise("DeviceError", e);
     } catch (const NcclMissing& e) {
-      PyErr_SetString(error_class("DeviceError").ptr(), e.what());
+      raise("DeviceError", e);
     } catch (const std::system_error& e) {
       PyErr_SetObject(PyExc_OSError, nb::make_tuple(e.code().value(), e.what()).ptr());
     }

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import resource
 import signal
 import textwrap
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,11 +124,17 @@ def test_a_rank_that_fails_alone_in_an_operation_gives_up_the_group(ranks: int, 
 
 def give_long_reasons() -> None:
     for shift in range(4):
+        text = "x" * shift + "данные/€/😀/" * 60
+        calls = [partial(hvd.allreduce, np.ones(3))]
         if init()[0] == 1:
-            hvd.world().group.transport.abandon("x" * shift + "данные/€/😀/" * 60)
-        with pytest.raises(hvd.PeerLostError, match="данные/€/😀/"):
-            hvd.allreduce(np.ones(3))
-        hvd.shutdown()
+            hvd.world().group.transport.abandon(text)
+        else:
+            calls.append(partial(hvd.synchronize, hvd.allreduce_async(np.ones(3), name=text)))
+        for call in calls:
+            with pytest.raises(hvd.PeerLostError, match="данные/€/😀/"):
+                call()
+        with contextlib.suppress(hvd.PeerLostError):
+            hvd.shutdown()
 
 
 @pytest.mark.served
