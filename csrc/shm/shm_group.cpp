@@ -471,6 +471,8 @@ std::vector<Header> ShmGroup::agree(const std::string& label, const Header& mine
   RankBlock& own = block(rank_);
   set_label(label);
   ++entered_;
+  // Peers compare it with their counter, which wraps around: see reached().
+  if (entered_ % (1u << 20) == 0) raise_demanded(entered_);
   own.headers[entered_ % 2] = mine;
   if (detector_ != nullptr) own.entered_ns[entered_ % 2] = StallDetector::clock_ns();
   signal(own.entered, entered_);
@@ -500,10 +502,14 @@ void ShmGroup::wake(int rank) {
   if (wake_up.n_sleepers.load(std::memory_order_seq_cst) != 0) futex_wake(wake_up.value);
 }
 
-void ShmGroup::demand(uint32_t handshake) {
+void ShmGroup::raise_demanded(uint32_t handshake) {
   std::atomic<uint32_t>& demanded = block(rank_).demanded;
   // Another thread may demand a later one.
   for (uint32_t last = demanded; !reached(last, handshake);) demanded.compare_exchange_weak(last, handshake);
+}
+
+void ShmGroup::demand(uint32_t handshake) {
+  raise_demanded(handshake);
   for (int r = 0; r < size_; ++r) {
     if (r != rank_) wake(r);
   }

@@ -157,6 +157,7 @@ class ShmGroup {
   void wait_for(int rank, Flag RankBlock::* flag, uint32_t value, const Round* round = nullptr);
   void wait_for_all(Flag RankBlock::* flag, uint32_t value, const Round* round = nullptr);
   void wake(int rank);
+  void raise_demanded(uint32_t handshake);
   void check_not_given_up() const;
   // Says which rank has died or given up, or that `awaited` has left; "" if there is no problem.
   std::string why_lost(int awaited);
