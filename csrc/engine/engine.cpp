@@ -960,7 +960,7 @@ void Engine::fail_all(std::exception_ptr error) {
     reason = stalled.what();
     is_loss = false;
   } catch (const std::exception& e) {
-    if (calling_ != nullptr && failed_in_.empty()) reason = in_one_line(e);
+    if (calling_ != nullptr && failed_in_.empty()) reason = calling_->title() + " raised " + in_one_line(e);
     else reason = (failed_in_.empty() ? "the matching of asynchronous operations" : failed_in_) + " raised " + e.what();
   } catch (...) {
   }

@@ -57,8 +57,8 @@ class NcclGroup {
   void allgather(const Buffer& send, const std::vector<Buffer>& receive);
   void alltoall(const std::vector<Buffer>& send, const std::vector<Buffer>& receive);
 
-  // All ranks leave: those that come first wait for the others, but not for long. Later calls throw. Frees the memory on
-  // the GPU, for which this waits until the GPU has done all work of the queue; so does the destructor otherwise.
+  // All ranks leave: those that come first wait for the others, but not for long. Later calls throw. Frees the memory
+  // on the GPU, for which this waits until the GPU has done all work of the queue; so does the destructor otherwise.
   void close();
   // Ends all operations, current and future: their calls throw DeviceError with this reason. Any thread may call it, at
   // any time.
