@@ -525,8 +525,10 @@ void Engine::exchange_round(std::unique_lock<std::mutex>& lock) {
   Writer more;
   Round round{false, on_wait_, nullptr};
   announced_waits_ = waiting();
+  // The others may already wait for operations that only this rank lacks.
+  const bool joins = calling_ != nullptr && !is_announced_ && calling_->entry.name == kJoin;
   // While operations are ready, all ranks enter it anyway.
-  round.demands = ready_.empty() && (is_quiet_ || !unannounced_.empty());
+  round.demands = ready_.empty() && (is_quiet_ || joins || !unannounced_.empty());
   for (const Entry& entry : unannounced_) write_entry(more, entry);
   unannounced_.clear();
   demands_ = round.demands || !ready_.empty();
