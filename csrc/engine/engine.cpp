@@ -302,7 +302,13 @@ void Engine::call(const std::shared_ptr<Job>& job) {
   while (is_driven_) {
     wait_for_release(lock);
     lock.unlock();
-    if (on_idle) on_idle();
+    try {
+      if (on_idle) on_idle();
+    } catch (...) {
+      // The others make this call: this rank's next one must not be matched with it.
+      channel_->abandon("it was interrupted in " + job->title());
+      throw;
+    }
     lock.lock();
   }
   if (broken_) throw_broken(lock, true);  // meanwhile
