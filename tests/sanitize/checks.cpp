@@ -27,8 +27,6 @@ int main(int argc, char** argv) {
                 {"differing_calls", differing_calls},
                 {"progress", progress},
                 {"priority", priority},
-                {"withdrawals", withdrawals},
-                {"late_withdrawals", late_withdrawals},
                 {"mismatches", mismatches},
                 {"joins", joins},
                 {"broken_engines", broken_engines},

@@ -280,52 +280,6 @@ void priority(unsigned seed) {
   });
 }
 
-// Each rank withdraws its submission, which then has run on every rank or on none.
-void withdrawals(unsigned seed) {
-  Host host(3);
-  as_ranks(host, [&](Rank& me) {
-    Random own(seed + static_cast<unsigned>(me.rank));
-    for (unsigned i = 0; i < 40; ++i) {
-      const Pending pending = submit(me, "bucket", draw(seed + i, me.size));
-      std::this_thread::sleep_for(std::chrono::microseconds(own() % 400));
-      me.engine->withdraw(pending.job);
-      while (!pending.job->wait(0.05)) {
-      }
-      const bool has_run = !pending.job->is_withdrawn;
-      if (has_run) check_result(pending.what, *pending.tensors, me.size, me.size);
-      for (const Header& header : me.direct.agree("who has run it", {0, has_run, 0})) {
-        expect((header.count != 0) == has_run, "it has run on every rank or on none");
-      }
-    }
-    end(me);
-  });
-}
-
-// A rank withdraws a submission that is about to end, when its peers have ended: they need not learn of it.
-void late_withdrawals(unsigned seed) {
-  for (unsigned i = 0; i < 5; ++i) {
-    Host host(3);
-    std::latch peers_have_ended(host.size - 1), is_withdrawn(1);
-    as_ranks(host, [&](Rank& me) {
-      const bool is_last = me.rank == static_cast<int>(seed % 3);
-      const Pending pending = reduction_job(me, "bucket", draw(seed + i, me.size));
-      pending.job->run = [&, run = pending.job->run](const std::vector<Entry>& entries) {
-        run(entries);
-        if (is_last) is_withdrawn.wait();
-      };
-      me.engine->submit(pending.job);
-      if (is_last) {
-        peers_have_ended.wait();
-        me.engine->withdraw(pending.job);
-        is_withdrawn.count_down();
-      }
-      await(me, pending);
-      end(me);
-      if (!is_last) peers_have_ended.count_down();
-    });
-  }
-}
-
 // Errors on all ranks leave the engine usable.
 void mismatches(unsigned seed) {
   Host host(3);

@@ -43,8 +43,6 @@ void differing_calls(unsigned seed);
 void progress(unsigned seed);
 void priority(unsigned seed);
 void broken_calls(unsigned seed);
-void withdrawals(unsigned seed);
-void late_withdrawals(unsigned seed);
 void mismatches(unsigned seed);
 void joins(unsigned seed);
 void broken_engines(unsigned seed);
