@@ -362,24 +362,22 @@ std::string ShmGroup::why_lost(int awaited) {
   return "";
 }
 
-void ShmGroup::abandon(const std::string& reason) { give_up(kGaveUp, reason); }
+void ShmGroup::abandon(const std::string& reason) { end(kGaveUp, reason); }
 
-void ShmGroup::pass_on(const std::string& cause) { give_up(kLostPeer, cause); }
+void ShmGroup::pass_on(const std::string& cause) { end(kLostPeer, cause); }
 
-void ShmGroup::give_up(uint32_t how, const std::string& reason) {
+void ShmGroup::leave(const std::string& reason) { end(kLeft, reason); }
+
+void ShmGroup::end(uint32_t how, const std::string& reason) {
   RankBlock& own = block(rank_);
-  const uint32_t state = own.state.load();
-  if (state == kGaveUp || state == kLostPeer) return;
-  own.reason.set(reason);
-  own.state.store(how, std::memory_order_seq_cst);
-  for (Flag* flag : {&own.entered, &own.packed, &own.reduced}) futex_wake(flag->value);
-}
-
-void ShmGroup::leave(const std::string& reason) {
-  RankBlock& own = block(rank_);
-  if (own.state.load() != kTakingPart) return;
-  own.reason.set(reason);
-  own.state.store(kLeft, std::memory_order_seq_cst);
+  {
+    // An engine's thread may give up while the program leaves: the reason is that of the state.
+    const std::lock_guard lock(mutex_);
+    const uint32_t state = own.state.load();
+    if (state == kGaveUp || state == kLostPeer || state == how) return;
+    own.reason.set(reason);
+    own.state.store(how, std::memory_order_seq_cst);
+  }
   for (Flag* flag : {&own.entered, &own.packed, &own.reduced}) futex_wake(flag->value);
 }
 

@@ -164,7 +164,7 @@ class ShmGroup {
   void report_wait(StallDetector::Wait& wait, Flag RankBlock::* flag, uint32_t value, const Round* round);
   void note_broken(const std::string& why);
   [[noreturn]] void lost(const std::string& cause);
-  void give_up(uint32_t how, const std::string& reason);
+  void end(uint32_t how, const std::string& reason);
   std::string name(int rank) const;
   bool died(int rank);
   static void on_sigterm(int signal);
