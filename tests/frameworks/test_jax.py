@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from compile_once import COMPILE_ONCE
 from digits_runs import accuracy_of
 from launch import Result, run_ranks
 from worlds import script_on_ranks
@@ -51,7 +52,7 @@ def ranks(
     env = {"HORO_LITE_INSIDE_JIT": way, "HORO_LITE_TEST_HOSTS": hosts}
     # A fifth of the CPU time of these tests is spent in LLVM, for loops that run for microseconds.
     jax = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0" if optimized else "1", "XLA_FLAGS": xla_flags}
-    return script_on_ranks(code, np, env=env, job_env=jax, timeout_s=180)
+    return script_on_ranks(code, np, env=env, job_env=jax | COMPILE_ONCE, timeout_s=180)
 
 
 TRAIN = """

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from compile_once import COMPILE_ONCE
 from horovod_scripts import figures, run_script
 from launch import Result, run_ranks
 from worlds import script_on_ranks
@@ -20,15 +20,9 @@ FOLDER = Path(__file__).resolve().parent
 pytestmark = [pytest.mark.served, pytest.mark.timeout(900)]
 # A job takes fifteen seconds; the limits are for machines with other load.
 LIMIT_S = 200
-# Every fit() compiles anew, and so do the ranks of every test,
-# mostly the same programs: all share a cache.
-_COMPILED = tempfile.TemporaryDirectory(prefix="hvd")
-JAX = {
-    # LLVM's optimizations are an eighth of the CPU time, spent on loops that run for microseconds.
-    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-    "JAX_COMPILATION_CACHE_DIR": _COMPILED.name,
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-}
+# Every fit() compiles anew, and so do the ranks of every test, mostly the same programs. LLVM's
+# optimizations are an eighth of the CPU time, spent on loops that run for microseconds.
+JAX = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", **COMPILE_ONCE}
 SCRIPTS = "../as_horovod/scripts"
 
 
