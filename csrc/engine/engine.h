@@ -74,8 +74,9 @@ class Channel {
   virtual std::vector<Header> agree(const std::string& label, const Header& mine, const Round* round) = 0;
   // Returns every rank's bytes, in rank order, after a handshake with their numbers.
   virtual std::vector<std::string> gather(const std::string& mine, const std::vector<Header>& headers) = 0;
-  // Names the operation that follows, which is not the first after a handshake only if that is not needed.
+  // Names the operation that follows.
   virtual void set_label(const std::string& label) = 0;
+  // Whether there must be a handshake between two operations.
   virtual bool needs_handshakes() const = 0;
   // Called a few times per second while waiting; throws to stop waiting.
   virtual void set_on_idle(std::function<void()> on_idle) = 0;
