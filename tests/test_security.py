@@ -320,7 +320,7 @@ def test_planted_records_are_neither_read_nor_believed(tmp_path: Path) -> None:
 @pytest.mark.mpi
 @pytest.mark.parametrize("hosts", ["", "1,1"])
 def test_no_port_is_opened_that_mpi_has_not_opened(hosts: str) -> None:
-    """Not by init(), direct calls, the engine or objects, on one host or between two."""
+    """Not by init(), blocking calls, the engine or objects, on one host or between two."""
     result = run_ranks(
         """
         import os

@@ -285,7 +285,6 @@ class Engine {
   // need this.
   mutable std::mutex mutex_;
   bool is_driven_ = false;                                           // there is a driver
-  bool by_call_ = false;                                             // it is a call
   int n_calls_ = 0;                                                  // that wait to drive
   int n_sleepers_ = 0;                                               // threads that sleep until the driver's release
   bool demands_ = false;                                             // the round in progress, if any, is demanded

@@ -76,7 +76,7 @@ struct RecordHeader {
   std::atomic<uint64_t> n_operations;  // recorded so far
   std::atomic<uint64_t> n_done;
   std::atomic<uint64_t> n_bytes;  // of operations that are done
-  // The program's time in direct calls and for asynchronous operations: waiting for other ranks, and after that.
+  // The program's time in blocking calls and for asynchronous operations: waiting for other ranks, and after that.
   std::atomic<uint64_t> waited_ns, exchanged_ns;
   std::atomic<uint64_t> n_steps;  // of optimizers
 };
@@ -98,9 +98,9 @@ class Recorder {
   // Writes a text, and returns its position; 0 if there is no more room.
   uint32_t add_text(std::string_view text);
 
-  // Records that this thread makes a direct call on a channel, which may turn out to be an operation.
+  // Records that this thread makes a blocking call on a channel, which may turn out to be an operation.
   void enter(uint32_t channel);
-  // Records that the direct call is an operation, unless already recorded: a second handshake is part of it. `what`
+  // Records that the blocking call is an operation, unless already recorded: a second handshake is part of it. `what`
   // contains what is known of it.
   void operation(std::string_view label, Operation what);
   // Records that all ranks have reached it.
@@ -139,7 +139,7 @@ class Recorder {
   std::mutex mutex_;
   uint8_t* memory_;
   std::shared_ptr<void> owner_;
-  std::unordered_map<uint32_t, uint64_t> positions_;  // of the last direct call of each channel
+  std::unordered_map<uint32_t, uint64_t> positions_;  // of the last blocking call of each channel
 };
 
 }  // namespace horo

@@ -38,7 +38,7 @@ def values(rank: int, dtype: str = "float32") -> Any:
 
 
 def awaited(group: Group, name: str) -> Callable[..., Any]:
-    """Return the asynchronous form of an operation, wrapped as a direct call."""
+    """Return the asynchronous form of an operation, wrapped as a blocking call."""
     begin = getattr(ops, f"{name}_async")
     return lambda *args, **kwargs: group.synchronize(begin(*args, **kwargs, group=group))
 
@@ -700,7 +700,7 @@ def test_a_job_in_which_ranks_join(hosts: str) -> None:
 
 @pytest.mark.launches
 def test_nobody_is_late_while_the_others_move() -> None:
-    """Three engine steps without a direct call: longer than the limit, but each is shorter."""
+    """Three engine steps without a blocking call: longer than the limit, but each is shorter."""
     code = """
         import time
         import numpy as np

@@ -550,7 +550,7 @@ for i in range(5):
     a, b = jax.block_until_ready(pair(x, x + rank))
     assert jnp.allclose(b, 2 * x + 1)
 
-# Dispatched one after the other, without waiting for any, beside a direct call.
+# Dispatched one after the other, without waiting for any, beside a blocking call.
 @jax.jit
 def step(p, i):
     return p + hvd.allreduce(work(x) * 0 + i * (rank + 1), hvd.Sum)

@@ -70,7 +70,7 @@ Reduction draw(unsigned seed, int n_ranks) {
 void reduce_directly(Rank& me, Random& random) {
   const Reduction what = Reduction::draw(random, me.size, 3000);
   Tensors tensors(what, me.rank);
-  me.direct.agree("a direct call", {});
+  me.direct.agree("a handshake", {});
   all_reduce(me.direct, what, tensors);
   check_result(what, tensors, me.size, me.size);
 }
@@ -83,7 +83,7 @@ void end(Rank& me) {
 
 }  // namespace
 
-// Three threads of every rank submit, each in its own order; the first makes direct calls meanwhile.
+// Three threads of every rank submit, each in its own order; the first makes handshakes of another group meanwhile.
 void asynchronous(unsigned seed) {
   constexpr unsigned kThreads = 3, kNames = 4;
   for (int size = 1; size <= 3; ++size) {

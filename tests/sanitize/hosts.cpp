@@ -276,7 +276,7 @@ struct Member {
   }
   void reduce_directly(const Reduction& what) {
     Tensors tensors(what, rank);
-    const std::vector<Header> headers = direct->agree("a direct call", {7, rank, 0.5});
+    const std::vector<Header> headers = direct->agree("a handshake", {7, rank, 0.5});
     for (int r = 0; r < world.size(); ++r) {
       const Header& header = headers[static_cast<size_t>(r)];
       expect(header.digest == 7 && header.count == r && header.weight == 0.5, "every rank's header is what it sent");
