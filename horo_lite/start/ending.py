@@ -322,7 +322,9 @@ class _Hooks:
 
     def abort(self, status: int) -> None:
         """Have the launcher kill all ranks, if possible; otherwise end this one."""
-        if self.MPI is None and not self.transports and launcher.hydra() is not None:
+        if _launcher_end is not None and _launcher_end.has_come():
+            os._exit(status)  # nobody kills the ranks: MPI would only print about the abort
+        elif self.MPI is None and not self.transports and launcher.hydra() is not None:
             launcher.abort_hydra(status)
         elif self.MPI is None or self._is_alone or self._is_last():
             os._exit(status)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import select
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -52,11 +52,12 @@ class LauncherEnd:
 
     def _watch(self, callback: Callable[[str], object], launcher: str) -> None:
         ended, stopped = self._files
-        poll = select.poll()  # select() is limited to small descriptors
-        for file in (ended, stopped):
-            poll.register(file, select.POLLIN)
-        if (stopped, select.POLLIN) not in poll.poll():
+        if stopped not in _readable((ended, stopped)):
             callback(launcher)
+
+    def has_come(self) -> bool:
+        """Return whether the launcher has ended, which this object's thread may learn later."""
+        return self._thread is not None and bool(_readable(self._files[:1], timeout_ms=0))
 
     def stop(self) -> None:
         """End the thread."""
@@ -66,6 +67,13 @@ class LauncherEnd:
         for file in self._files:
             os.close(file)
         self._files.clear()
+
+
+def _readable(files: Iterable[int], timeout_ms: int | None = None) -> list[int]:
+    poll = select.poll()  # select() is limited to small descriptors
+    for file in files:
+        poll.register(file, select.POLLIN)
+    return [file for file, _ in poll.poll(timeout_ms)]
 
 
 def _is_launcher(name: str) -> bool:

@@ -333,12 +333,12 @@ def test_forked_children_are_no_ranks() -> None:
         assert result.stderr.strip() == "", str(result)
 
 
-@UNDER_BOTH
-def test_no_rank_outlives_its_launcher(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rank_1_learns_of", [pytest.param("both", marks=UNDER_BOTH), "rank 0's"])
+def test_no_rank_outlives_its_launcher(rank_1_learns_of: str, tmp_path: Path) -> None:
     """Whatever the rank does, and if a program between the two lives on until the rank has ended.
 
     MPICH's launcher ends the ranks if it is itself killed, but not if its process that has started
-    them is.
+    them is. A rank that learns of another rank's end before its launcher's must not call MPI.
     """
     body = f"""
     import os, subprocess, sys
@@ -350,8 +350,11 @@ def test_no_rank_outlives_its_launcher(tmp_path: Path) -> None:
     os.dup2(os.open("{tmp_path}/stderr", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     import numpy as np
     import horo_lite as hvd
+    from horo_lite.start import ending
 
     rank = hvd.init().rank
+    if rank == 1 and {rank_1_learns_of!r} != "both":
+        ending._Hooks.on_launcher_end = lambda *_: __import__("time").sleep(60)
     hvd.barrier()
     print("running", flush=True)
     while rank == 0:
