@@ -30,9 +30,9 @@ from horo_lite.collectives.participation import (
 )
 from horo_lite.transports.agreement import (
     StandIn,
+    allgather_bytes,
     allocated,
     digest_of,
-    exchange_bytes,
     needs_all,
     printable,
 )
@@ -355,7 +355,7 @@ class AllToAll(Call[tuple[Array, NDArray[np.int64]]]):
     ) -> Finish[tuple[Array, NDArray[np.int64]]]:
         assert part.splits is not None
         rows, counts, size = part.memory, part.splits, transport.size
-        everyone = exchange_bytes(transport, counts.tobytes(), [counts.nbytes] * size)
+        everyone = allgather_bytes(transport, counts.tobytes(), [counts.nbytes] * size)
         table = np.array([np.frombuffer(one, np.int64) for one in everyone])
         received = table[:, transport.rank].copy()
         n_rows, row_bytes = int(received.sum()), _row_bytes(rows)
@@ -481,7 +481,7 @@ class AllGatherBytes(Call[list[bytes]]):
         self, part: Part, transport: Transport, headers: Sequence[Header]
     ) -> Finish[list[bytes]]:
         sizes = [header.count for header in headers]
-        everyone = exchange_bytes(transport, part.data, sizes, part.label)
+        everyone = allgather_bytes(transport, part.data, sizes, part.label)
         return lambda: everyone
 
     def participation(self, part: Part, ranks: Sequence[int], joined: Sequence[int]) -> StandIn:

@@ -184,12 +184,14 @@ class _Members(_PartOfWorld):
 
     def allgather(self, obj: Any, form: Any = object) -> list[Any]:
         data = np.frombuffer(pickle.dumps(obj), np.uint8)
-        sizes = self._exchanged(np.array([data.size]), [np.empty(1, np.int64) for _ in self._peers])
-        everyone = self._exchanged(data, [np.empty(int(n[0]), np.uint8) for n in sizes])
+        sizes = self._sent_and_received(
+            np.array([data.size]), [np.empty(1, np.int64) for _ in self._peers]
+        )
+        everyone = self._sent_and_received(data, [np.empty(int(n[0]), np.uint8) for n in sizes])
         objects = [pickle.loads(one.tobytes()) for one in everyone]
         return [*objects[: self.rank], obj, *objects[self.rank :]]
 
-    def _exchanged(self, mine: Any, theirs: list[Any]) -> list[Any]:
+    def _sent_and_received(self, mine: Any, theirs: list[Any]) -> list[Any]:
         """Send `mine` to the other members; return what they sent, in their order."""
         messages = context.messages()
         in_flight = [
@@ -218,17 +220,17 @@ class _OverWorld(_PartOfWorld):
         self._ranks = ranks
 
     def allgather(self, obj: Any, form: Any = object) -> list[Any]:
-        return [obj for obj, _ in self._exchange(obj)]
+        return [obj for obj, _ in self._allgather_in_world(obj)]
 
     def attend(self) -> None:
         """Take part until the others have created their group."""
-        while not any(is_over for _, is_over in self._exchange(None)):
+        while not any(is_over for _, is_over in self._allgather_in_world(None)):
             pass
 
     def Free(self) -> None:  # noqa: N802
-        self._exchange(None, True)
+        self._allgather_in_world(None, True)
 
-    def _exchange(self, obj: Any, is_over: bool = False) -> list[tuple[Any, bool]]:
+    def _allgather_in_world(self, obj: Any, is_over: bool = False) -> list[tuple[Any, bool]]:
         part = Part(data=pickle.dumps((obj, is_over)))
         everyone = [pickle.loads(one) for one in self._group.run(AllGatherBytes("new_group"), part)]
         return [everyone[r] for r in self._ranks]

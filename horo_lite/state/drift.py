@@ -33,7 +33,7 @@ from horo_lite.state.broadcast import (
 )
 from horo_lite.state.optimizer_state import OptimizerState
 from horo_lite.state.trees import NUMBERS, Node, Tree
-from horo_lite.transports.agreement import exchange_bytes
+from horo_lite.transports.agreement import allgather_bytes
 
 if TYPE_CHECKING:
     from horo_lite.collectives.group import Group
@@ -222,19 +222,19 @@ class _Replica(Part):
         self._names = names
         self._values = values
         self._staging: _native.Staging | None = None
-        self._looks = [_look(value) for value in values]
+        self._specs = [_spec(value) for value in values]
         self._hashes = self._hash_all()
 
     def lines(self) -> list[str]:
         """Return each array's name, dtype and shape."""
-        return [f"{name!r} {look}" for name, look in zip(self._names, self._looks, strict=True)]
+        return [f"{name!r} {spec}" for name, spec in zip(self._names, self._specs, strict=True)]
 
     def hash_of_all(self) -> int:
         return _native.hash64(self._hashes.tobytes())
 
     def find(self, transport: Transport, step: int) -> _Found:
         mine = self._hashes.tobytes()
-        everyone = exchange_bytes(transport, mine, [len(mine)] * transport.size)
+        everyone = allgather_bytes(transport, mine, [len(mine)] * transport.size)
         table = np.array([np.frombuffer(hashes, np.uint64) for hashes in everyone])
         which = np.flatnonzero((table != table[0]).any(axis=0)).tolist()
         # For each parameter that differs, every rank gets a vote from each rank that agrees.
@@ -248,7 +248,7 @@ class _Replica(Part):
         first = which[0]
         text = (
             f"{f' after step {step}' if step else ''}: {len(which)} of {len(self._names)} arrays, "
-            f"first {self._names[first]!r} ({self._looks[first]}). "
+            f"first {self._names[first]!r} ({self._specs[first]}). "
             f"{_who(transport.ranks, table, odd.tolist(), is_majority)} "
             f"{self._how_far(transport, first, source)}"
         )
@@ -262,11 +262,11 @@ class _Replica(Part):
         transport.host.broadcast(mine if is_source else Tensors([theirs]), source)
         found = _native.difference(mine, mine if is_source else Tensors([theirs]))
         numbers = np.array([*found, *_native.count_non_finite(mine)[0]], np.float64)
-        everyone = exchange_bytes(transport, numbers.tobytes(), [numbers.nbytes] * transport.size)
+        everyone = allgather_bytes(transport, numbers.tobytes(), [numbers.nbytes] * transport.size)
         table = [np.frombuffer(one, np.float64).tolist() for one in everyone]
         _, _, magnitude, *in_source = table[source]
         n_elements = int(np.prod(self._values[first].shape, dtype=np.int64))
-        is_bytes = "uint8[" in mine.describe(0) and "uint8[" not in self._looks[first]
+        is_bytes = "uint8[" in mine.describe(0) and "uint8[" not in self._specs[first]
         is_number = mine.is_number(0) and not is_bytes
         told = []
         for rank, (n_different, largest, _, *non_finite) in zip(
@@ -353,7 +353,7 @@ def _value(name: str, leaf: Any) -> Any:
     return value
 
 
-def _look(value: Any) -> str:
+def _spec(value: Any) -> str:
     return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
 
 

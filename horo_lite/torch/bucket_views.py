@@ -34,7 +34,7 @@ def can_share(group: Group) -> bool:
     return group.size > 1 and all(each.shares_memory for each in group.transports())
 
 
-def homes_of(parameters: Sequence[Any]) -> tuple[SharedMemory | None, list[Any]]:
+def views_of(parameters: Sequence[Any]) -> tuple[SharedMemory | None, list[Any]]:
     """Return memory, and for each parameter a tensor in it for the gradient, or None.
 
     Each dense floating point parameter on the CPU gets one, in the layout that autograd uses for
@@ -52,7 +52,7 @@ def homes_of(parameters: Sequence[Any]) -> tuple[SharedMemory | None, list[Any]]
         return None, [None] * len(parameters)
     for begin, parameter in zip(begins, parameters, strict=True):
         if begin is not None:
-            memory.arrays[begin] = _home(memory, begin, parameter)
+            memory.arrays[begin] = _view(memory, begin, parameter)
     return memory, [None if begin is None else memory.arrays[begin] for begin in begins]
 
 
@@ -65,39 +65,39 @@ def _may_live_there(parameter: Any) -> bool:
     )
 
 
-def _home(memory: SharedMemory, begin: int, parameter: Any) -> Any:
+def _view(memory: SharedMemory, begin: int, parameter: Any) -> Any:
     flat = torch.from_numpy(memory.array(begin, parameter.nbytes)).view(parameter.dtype)
     like = torch.empty_like(parameter, device="meta")  # dense, in the parameter's memory order
     return flat.as_strided(like.shape, like.stride())
 
 
-def fits(gradient: Any, home: Any) -> bool:
-    """Return whether `home` can hold the gradient."""
+def fits(gradient: Any, view: Any) -> bool:
+    """Return whether `view` can hold the gradient."""
     return (
         gradient is not None
         and gradient.layout is torch.strided
-        and gradient.dtype is home.dtype
-        and gradient.shape == home.shape
-        and gradient.device == home.device
+        and gradient.dtype is view.dtype
+        and gradient.shape == view.shape
+        and gradient.device == view.device
     )
 
 
-def move(gradient: Any, home: Any) -> None:
-    """Copy `gradient` to `home`, which it fits.
+def move(gradient: Any, view: Any) -> None:
+    """Copy `gradient` to `view`, which it fits.
 
     Best called when the gradient has just been computed: it is in cache, and the memory that
     autograd allocated for it, once released, is reused for the next one.
     """
-    if home.nbytes >= STREAMED_BYTES and _stream(gradient.resolve_neg(), home):
-        torch.autograd.graph.increment_version(home)
+    if view.nbytes >= STREAMED_BYTES and _stream(gradient.resolve_neg(), view):
+        torch.autograd.graph.increment_version(view)
     else:
-        home.copy_(gradient)
+        view.copy_(gradient)
 
 
-def _stream(gradient: Any, home: Any) -> bool:
+def _stream(gradient: Any, view: Any) -> bool:
     """Copy past the caches if both have the same memory layout; return whether they have."""
     try:
-        source, target = Tensors([gradient]), Tensors([home])
+        source, target = Tensors([gradient]), Tensors([view])
     except (TypeError, ValueError):  # without its own memory, which is possible for zeros
         return False
     if source.layout != target.layout or source.strided:

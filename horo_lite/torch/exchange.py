@@ -128,7 +128,7 @@ class GradientExchange:
         self._rates_differ = False  # as far as all ranks know
         for slot in self._of_id.values():
             slot.begin()
-            slot.home, slot.parameter.grad = None, None
+            slot.view, slot.parameter.grad = None, None
         _alone.discard(self)
         if not self.active:
             if is_initialized() and self.group is world().group:
@@ -225,7 +225,7 @@ class GradientExchange:
             self._unhooked = [slot for slot in self.slots if slot.hook is None]
             self.reducer.bind([(slot.name, slot) for slot in self.slots], self._together())
             self._seen = parameters
-            self._make_homes()
+            self._make_views()
         self._add_hooks()
 
     def _check_owned_once(self, named: list[tuple[str, Any]]) -> None:
@@ -640,15 +640,15 @@ class GradientExchange:
                 "change gradients after backward()"
             )
 
-    def _make_homes(self) -> None:
+    def _make_views(self) -> None:
         """Allocate memory for every gradient that other ranks will be able to access."""
         self.reducer.shared = None
         if self._shares:
             # In the order in which they travel, so that a bucket is contiguous.
             slots = self.slots[::-1]
-            self._memory, homes = bucket_views.homes_of([slot.parameter for slot in slots])
-            for slot, home in zip(slots, homes, strict=True):
-                slot.home = home
+            self._memory, views = bucket_views.views_of([slot.parameter for slot in slots])
+            for slot, view in zip(slots, views, strict=True):
+                slot.view = view
 
     def _share(self) -> None:
         """Reduce gradients in place from now on, if all ranks can. Collective."""
@@ -665,8 +665,8 @@ class GradientExchange:
         self._shares = False
         self._memory = None
         for slot in self.slots:
-            if not slot.is_away:
-                slot.home = None
+            if not slot.is_copied:
+                slot.view = None
 
     def _mark(self, slot: Slot, mark: int) -> None:
         """Mark a gradient that no backward() has computed as seen."""

@@ -14,9 +14,9 @@ from horo_lite.torch.passes import graph_task
 class Slot:
     """One parameter, and the state of its gradient."""
 
-    __slots__ = ("attributes", "exchanged", "home", "hook", "index", "is_away", "last_pass", "name",
+    __slots__ = ("attributes", "exchanged", "hook", "index", "is_copied", "last_pass", "name",
                  "parameter", "passes", "seen", "sparse_dim", "task", "touched",
-                 "zeros_hook")  # fmt: skip
+                 "view", "zeros_hook")  # fmt: skip
 
     def __init__(self, name: str, parameter: Any) -> None:
         self.name = name
@@ -32,8 +32,8 @@ class Slot:
         self.exchanged = False  # since the last step() or zero_grad(): equal on all ranks
         self.task = -1  # the graph task in which it was exchanged; -1: in none
         self.sparse_dim = 0  # of a sparse gradient that was made dense, for this exchange
-        self.home: Any = None  # the tensor in shared memory for the gradient
-        self.is_away = False  # the gradient cannot be there: a copy is exchanged
+        self.view: Any = None  # the tensor in shared memory for the gradient
+        self.is_copied = False  # the gradient cannot be there: a copy is exchanged
 
     def restore_hook(self) -> None:
         """Register the hook again after torch.utils.swap_tensors() has swapped the parameter.
@@ -51,7 +51,7 @@ class Slot:
         self.passes = 0
         self.seen = None
         self.sparse_dim = 0
-        self.touched = self.exchanged = self.is_away = False
+        self.touched = self.exchanged = self.is_copied = False
 
     def end_exchange(self) -> None:
         """Record that the gradient has been exchanged: what is added now is pending again."""
@@ -81,31 +81,31 @@ class Slot:
 
     def move_to_shared_memory(self) -> Any:
         """Move the gradient to its place in shared memory, if it has one, and return it."""
-        gradient, home = self.parameter.grad, self.home
-        self.is_away = False
-        if home is None or gradient is home or not bucket_views.fits(gradient, home):
+        gradient, view = self.parameter.grad, self.view
+        self.is_copied = False
+        if view is None or gradient is view or not bucket_views.fits(gradient, view):
             return gradient
         if gradient.requires_grad:  # from backward(create_graph=True): keep its history
-            bucket_views.move(gradient.detach(), home)
-            self.is_away = True
+            bucket_views.move(gradient.detach(), view)
+            self.is_copied = True
             return gradient
-        bucket_views.move(gradient, home)
-        self.parameter.grad = home
-        return home
+        bucket_views.move(gradient, view)
+        self.parameter.grad = view
+        return view
 
     def copy_back(self) -> None:
         """Copy the result to the gradient, if a copy was exchanged."""
-        if self.is_away:
-            self.is_away = False
-            self.parameter.grad.detach().copy_(self.home)
+        if self.is_copied:
+            self.is_copied = False
+            self.parameter.grad.detach().copy_(self.view)
 
 
 class SlotAdapter(TorchAdapter):
     """The touched gradients, in slots."""
 
     def gradient(self, slot: Any) -> Any:
-        if slot.is_away:
-            return slot.home
+        if slot.is_copied:
+            return slot.view
         gradient = slot.parameter.grad if slot.touched else None
         if gradient is None or gradient.layout is not torch.strided:
             return None
@@ -131,12 +131,12 @@ class SlotAdapter(TorchAdapter):
         if gradient is None or (str(gradient.dtype)[6:], tuple(gradient.shape)) != (dtype, shape):
             return None
         gradient = slot.move_to_shared_memory()
-        return slot.home if slot.is_away else gradient.detach()
+        return slot.view if slot.is_copied else gradient.detach()
 
     def missing(self, slot: Any, dtype: str, shape: tuple[int, ...]) -> Any:
-        home = slot.home
-        if home is not None and (str(home.dtype)[6:], tuple(home.shape)) == (dtype, shape):
-            return home.zero_()
+        view = slot.view
+        if view is not None and (str(view.dtype)[6:], tuple(view.shape)) == (dtype, shape):
+            return view.zero_()
         # In the parameter's layout, as from autograd: it must be the same on all ranks.
         parameter = slot.parameter.detach()
         return torch.zeros_like(parameter, dtype=getattr(torch, dtype))

@@ -35,11 +35,11 @@ class Gradients(NamedTuple):
         for first, second, _, same in self.overlaps:
             i, k = here[first], here[second]
             if not same:
-                (a, a_look), (b, b_look) = (
+                (a, a_spec), (b, b_spec) = (
                     (parameters[here[at]][0], self.tensors.describe(at)) for at in (first, second)
                 )
                 raise ValueError(
-                    f"the gradients of {a!r} ({a_look}) and {b!r} ({b_look}) overlap in memory, "
+                    f"the gradients of {a!r} ({a_spec}) and {b!r} ({b_spec}) overlap in memory, "
                     "so shared elements would be averaged twice: give each its own memory, or both "
                     "exactly the same (tied weights)"
                 )

@@ -196,7 +196,7 @@ class DistributedOptimizer(Wrapper):
             yield
         finally:
             own.is_skipping = False
-            own.step.is_averaged = bool(own.step.looked_by)
+            own.step.is_averaged = bool(own.step.averaged_for)
 
     def _apply(
         self, name: str, args: tuple[Any, ...], weight: float | None, kwargs: dict[str, Any]
@@ -210,12 +210,12 @@ class DistributedOptimizer(Wrapper):
                 "skip_synchronize()"
             )
         named = own.named()
-        if own.is_skipping or of.looked_by:
+        if own.is_skipping or of.averaged_for:
             own.check_unchanged(name)
             if weight is not None:
                 where = "inside skip_synchronize()" if own.is_skipping else "after averaging"
                 raise TypeError(f"{where}, a step takes no weight: pass it to synchronize()")
-            if of.looked_by:
+            if of.averaged_for:
                 own.forget()
             return own.counted(step(*args, **kwargs), named)
         if of.is_averaged:
@@ -234,15 +234,15 @@ class DistributedOptimizer(Wrapper):
             own.average(named, name, weight)
         return own.counted(step(*args, **kwargs), named)
 
-    def _look(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_before_step(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         own, of = self._own, self._own.step
         own.check_unchanged(name)
         if not of.is_averaged:
             own.exchange(own.named(), None)
-            of.is_averaged, of.looked_by = True, name
+            of.is_averaged, of.averaged_for = True, name
         result = getattr(own.inner, name)(*args, **kwargs)
-        if of.looked_by:
-            of.looked_by = name
+        if of.averaged_for:
+            of.averaged_for = name
             of.changed = own.finder.watch(own.digest)
         return result
 
@@ -256,7 +256,7 @@ class DistributedOptimizer(Wrapper):
         if name in own.finder.steps and callable(found):
             return MethodType(_stepper(name), self)
         if name in own.finder.before_step:
-            return MethodType(_looker(name), self)
+            return MethodType(_before_step(name), self)
         if name in _ZERO_GRAD:
             own.forget()
         return found
@@ -319,7 +319,7 @@ class _Step:
 
     has_begun: bool = False  # they may be in flight
     is_averaged: bool = False  # by synchronize(), or by a method that needed averages
-    looked_by: str = ""  # the latest such method: step() need not average
+    averaged_for: str = ""  # the latest such method: step() need not average
     changed: Callable[[], bool] | None = None  # returns whether they have changed since
 
 
@@ -466,11 +466,11 @@ class _Own:
         if of.changed is None or not of.changed():
             return
         raise RuntimeError(
-            f"the gradients have changed since {of.looked_by}() averaged them, and {name}() does "
-            "not average them again: what a further backward pass has added is this rank's own. "
-            f"Accumulate first and call {of.looked_by}() after the last pass, or zero_grad() "
-            "before the next one. Gradients that you change yourself: call synchronize(), change "
-            "them, and step inside `with optimizer.skip_synchronize():`"
+            f"the gradients have changed since {of.averaged_for}() averaged them, and {name}() "
+            "does not average them again: what a further backward pass has added is this rank's "
+            f"own. Accumulate first and call {of.averaged_for}() after the last pass, or "
+            "zero_grad() before the next one. Gradients that you change yourself: call "
+            "synchronize(), change them, and step inside `with optimizer.skip_synchronize():`"
         )
 
     def digest(self) -> list[int | None]:
@@ -564,12 +564,12 @@ def _stepper(name: str) -> Callable[..., Any]:
 
 
 @cache
-def _looker(name: str) -> Callable[..., Any]:
-    def look(self: DistributedOptimizer, *args: Any, **kwargs: Any) -> Any:
-        return self._look(name, args, kwargs)
+def _before_step(name: str) -> Callable[..., Any]:
+    def before_step(self: DistributedOptimizer, *args: Any, **kwargs: Any) -> Any:
+        return self._call_before_step(name, args, kwargs)
 
-    look.__name__ = name
-    return look
+    before_step.__name__ = name
+    return before_step
 
 
 def takes_weight(step: Callable[..., Any]) -> bool:

@@ -45,7 +45,7 @@ def agree(
     digest = digest_of(contract)
     headers = transport.agree(digest, label=label)
     if any(header.digest != digest for header in headers):
-        raise MismatchError(explain(label, exchange_texts(transport, describe()), transport.ranks))
+        raise MismatchError(explain(label, allgather_texts(transport, describe()), transport.ranks))
     return headers
 
 
@@ -102,7 +102,7 @@ def allocated(
     if not failed:
         assert memory is not None
         return memory
-    texts = exchange_texts(transport, failure)
+    texts = allgather_texts(transport, failure)
     raise AllocationError(
         "; ".join(
             f"rank {transport.ranks[r]} could not allocate {in_units(n_bytes[r])} for the result "
@@ -128,17 +128,17 @@ def printable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-def exchange_objects(transport: Transport, mine: object) -> list[Any]:
+def allgather_objects(transport: Transport, mine: object) -> list[Any]:
     """Return every rank's object, in rank order, in an operation that all ranks execute."""
     pickled = pickle.dumps(mine)
     headers = transport.agree(0, len(pickled), label="an explanation")
     sizes = [header.count for header in headers]
-    return [pickle.loads(one) for one in exchange_bytes(transport, pickled, sizes)]
+    return [pickle.loads(one) for one in allgather_bytes(transport, pickled, sizes)]
 
 
-def exchange_texts(transport: Transport, text: str) -> list[str]:
+def allgather_texts(transport: Transport, text: str) -> list[str]:
     """Return every rank's text, in rank order."""
-    return exchange_objects(transport, printable(text))
+    return allgather_objects(transport, printable(text))
 
 
 def on_ranks(ranks: Sequence[int], texts: Sequence[str]) -> str:
@@ -147,8 +147,8 @@ def on_ranks(ranks: Sequence[int], texts: Sequence[str]) -> str:
     return "; ".join(f"on rank {rank}, {text}" for rank, text in pairs if text)
 
 
-def exchange_bytes(
-    transport: Transport, mine: bytes, sizes: Sequence[int], label: str = "an exchange"
+def allgather_bytes(
+    transport: Transport, mine: bytes, sizes: Sequence[int], label: str = "an all-gather"
 ) -> list[bytes]:
     """Return every rank's bytes, in rank order; all know the sizes."""
     n_bytes = [sum(sizes)] * transport.size

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from horo_lite import _native, settings
 from horo_lite.errors import DeviceError, warn
-from horo_lite.transports.agreement import agree, exchange_objects, exchange_texts
+from horo_lite.transports.agreement import agree, allgather_objects, allgather_texts
 from horo_lite.transports.gpu import GpuTransport
 from horo_lite.transports.interface import QueuedReductions, Reduction, Transport
 from horo_lite.transports.nccl_library import nccl_candidates
@@ -111,7 +111,7 @@ def connect(host: Transport, queue: _native.DeviceQueue, allowed: bool) -> GpuTr
     # With different bucket sizes, the GPUs would wait forever.
     alike = f"{label}\nHORO_LITE_BUCKET_BYTES {given or 'not set'}, register {registers}"
     agree(host, label, alike, lambda: alike)
-    everyone: list[_Endpoint] = exchange_objects(host, mine)
+    everyone: list[_Endpoint] = allgather_objects(host, mine)
     obstacle = _obstacle(everyone)
     if obstacle:
         if host.rank == 0 and obstacle not in _warned:
@@ -126,10 +126,10 @@ def connect(host: Transport, queue: _native.DeviceQueue, allowed: bool) -> GpuTr
             group.register_bucket(windows=all(header.count for header in headers))
         except DeviceError as error:
             problem = str(error)
-        if any(exchange_texts(host, problem)):  # the communicator can no longer be used
+        if any(allgather_texts(host, problem)):  # the communicator can no longer be used
             group.fail("the bucket could not be registered")
             unique_id = _native.nccl_unique_id() if host.rank == 0 else b""
-            unique_id = exchange_objects(host, unique_id)[0]
+            unique_id = allgather_objects(host, unique_id)[0]
             group = _connect(host, queue, unique_id, bucket_bytes, timeout_s)
     return NcclTransport(host, group, staged)
 
@@ -147,7 +147,7 @@ def _connect(
         group = _native.NcclGroup(queue, unique_id, host.rank, host.size, bucket_bytes, timeout_s)
     except DeviceError as error:
         problem = str(error)
-    problems = exchange_texts(host, problem)
+    problems = allgather_texts(host, problem)
     if any(problems):
         if group is not None:
             group.fail("another rank could not connect its GPU")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from horo_lite import _native
 from horo_lite.errors import DeviceError
-from horo_lite.transports.agreement import exchange_texts, on_ranks
+from horo_lite.transports.agreement import allgather_texts, on_ranks
 from horo_lite.transports.gpu import GpuTransport
 from horo_lite.transports.interface import Transport
 from horo_lite.transports.nccl import connect
@@ -57,7 +57,7 @@ class CommunicationStream:
         state = _FAILED if failure else _CONNECTED if found is not None else _NOT_CONNECTED
         states = [header.count for header in self.host.agree(0, state, label=label)]
         if _FAILED in states:
-            texts = exchange_texts(self.host, failure)
+            texts = allgather_texts(self.host, failure)
             if found is not None:
                 found.peer_failed = True
             raise DeviceError(on_ranks(self.host.ranks, texts))

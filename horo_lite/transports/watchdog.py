@@ -13,7 +13,7 @@ from weakref import WeakSet
 
 from horo_lite import _native
 from horo_lite.errors import DeviceError, MismatchError, PeerLostError, StallError
-from horo_lite.transports.agreement import exchange_texts, explain, on_ranks
+from horo_lite.transports.agreement import allgather_texts, explain, on_ranks
 from horo_lite.transports.interface import Transport
 
 
@@ -301,7 +301,7 @@ class Watchdog:
         try:
             if _FAILED in states:
                 raise DeviceError(
-                    on_ranks(self._transport.ranks, exchange_texts(self._transport, failure))
+                    on_ranks(self._transport.ranks, allgather_texts(self._transport, failure))
                 )
             if _LEAVES in states:
                 return self._end_with_all(states, announced, label)
@@ -312,7 +312,7 @@ class Watchdog:
                 here = f"{blocking_call}, a blocking call on the host"
                 here = here if n_agreed == latest else "nothing yet"
                 self._awaited = 0 if latest & _IN_JOIN else latest  # nobody passes join() by
-                texts = exchange_texts(
+                texts = allgather_texts(
                     self._transport, here if notice is None else notice.describe()
                 )
                 where = texts[announced.index(True)].partition("\n")[0]
@@ -323,7 +323,7 @@ class Watchdog:
             if _FOLLOWS not in states:
                 notice.nobody_follows = True
             elif any(header.digest != digest for header in headers) or len(set(counts)) > 1:
-                texts = exchange_texts(self._transport, notice.describe())
+                texts = allgather_texts(self._transport, notice.describe())
                 raise MismatchError(explain(label, texts, self._transport.ranks))
         except (DeviceError, MismatchError) as error:
             self._abort(error)

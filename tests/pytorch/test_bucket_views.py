@@ -121,7 +121,7 @@ def test_the_bits_of_the_ordinary_exchange_and_the_model_of_one_process(
             )
             for net in nets
         )
-        homes: list[int] = []
+        views: list[int] = []
         for step in range(6):
             for net, optimizer in zip(nets, (views, plain), strict=True):
                 train(net, optimizer, group.rank, group.size, step)
@@ -130,8 +130,8 @@ def test_the_bits_of_the_ordinary_exchange_and_the_model_of_one_process(
                 assert p.grad.stride() == q.grad.stride()
                 assert torch.equal(p, q), (name, step)
             now = [p.grad.data_ptr() for p in nets[0].parameters() if p.numel()]
-            homes = homes or now
-            assert now == homes
+            views = views or now
+            assert now == views
         memory = views._exchange.reducer.shared
         tensors = _native.Tensors([p.grad for p in nets[0].parameters()])
         assert memory.offsets(tensors) is not None
@@ -210,7 +210,7 @@ def test_keeps_the_ordinary_optimizers_promises(
     assert True in ways(in_place)
 
 
-def test_what_takes_the_place_of_a_gradient_travels_and_the_kept_one_is_the_home() -> None:
+def test_what_takes_the_place_of_a_gradient_travels_and_the_kept_one_is_the_view() -> None:
     def rank(group: Group) -> Any:
         weight = nn.Parameter(torch.zeros(5))
         optimizer = DistributedOptimizer(
@@ -232,9 +232,9 @@ def test_what_takes_the_place_of_a_gradient_travels_and_the_kept_one_is_the_home
             optimizer.synchronize()
             seen.append(weight.grad.tolist())
             if step == 0:
-                home = weight.grad
+                view = weight.grad
             elif step != 2:
-                assert weight.grad is home
+                assert weight.grad is view
         return seen
 
     average = (torch.arange(5.0) + 0.5).tolist()
@@ -269,11 +269,11 @@ def test_any_gradient_is_moved_and_graphs_notice(
     }
     assert gradients["yet to be negated"].is_neg()
     for what, gradient in gradients.items():
-        home = torch.zeros(70, 33)
+        view = torch.zeros(70, 33)
         scale = torch.ones(70, 33, requires_grad=True)
-        loss = (scale * home).sum()
-        bucket_views.move(gradient, home)
-        assert torch.equal(home, gradient), what
+        loss = (scale * view).sum()
+        bucket_views.move(gradient, view)
+        assert torch.equal(view, gradient), what
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
 
