@@ -51,7 +51,7 @@ Device& device() {
 std::tuple<int, std::vector<std::string>, std::string> gpus() {
   if (const FakeGpus* fake = fake_gpus()) return {99000, fake->names, ""};
   const CudaDriver driver = cuda_driver();
-  return {driver.version, driver.uuids, driver.problem};
+  return {driver.version, driver.bus_ids, driver.problem};
 }
 
 // Pinned host memory that stands in for a list of GPU tensors.
@@ -124,8 +124,9 @@ nb::dlpack::dtype dlpack_dtype(const std::string& name) {
 }  // namespace
 
 void bind_device(nb::module_& m) {
-  m.def("gpus", &gpus, Unlocked(),
-        "The driver's version (13000 is CUDA 13.0, 0: none), the unique names of the GPUs, and why there are none.");
+  m.def(
+      "gpus", &gpus, Unlocked(),
+      "The driver's version (13000 is CUDA 13.0, 0: none), where the GPUs are on the PCI bus, and why there are none.");
   m.def("cuda_runtime_version", &cuda_runtime_version,
         "The version of the CUDA runtime in this build; 0 if there is none.");
   m.def(
@@ -140,21 +141,27 @@ void bind_device(nb::module_& m) {
       "address"_a, "shape"_a, "dtype"_a, "index"_a, "owner"_a, "strides"_a = nb::none(),
       "Export GPU memory; `owner` is kept alive as long as it is in use. Strides count elements.");
 
+  // Without the GIL, since CUDA blocks if a stream has some 1,000 commands that wait, perhaps for a dead peer: the
+  // watchdog, a Python thread, must be able to abort them.
   nb::class_<DeviceQueue>(m, "DeviceQueue", "A stream on one GPU, and its order with other streams.")
       .def(nb::new_([](int index) { return unlocked(new DeviceQueue(device(), index)); }), "index"_a)
       .def_prop_ro("index", &DeviceQueue::index)
       .def_prop_ro("stream", [](const DeviceQueue& queue) { return reinterpret_cast<uintptr_t>(queue.stream()); })
       .def(
           "follow", [](DeviceQueue& queue, uintptr_t producer) { queue.follow(reinterpret_cast<Stream>(producer)); },
-          "producer"_a, "Order work queued here from now on after the current work of the producer's stream.")
+          "producer"_a, Unlocked(),
+          "Order work queued here from now on after the current work of the producer's stream.")
       .def(
           "lead", [](DeviceQueue& queue, uintptr_t consumer) { queue.lead(reinterpret_cast<Stream>(consumer)); },
-          "consumer"_a, "Order future work of the consumer's stream after the work queued here.")
+          "consumer"_a, Unlocked(), "Order future work of the consumer's stream after the work queued here.")
+      .def("is_idle", &DeviceQueue::is_idle, Unlocked(), "Whether all work queued here is done.")
       .def("synchronize", &DeviceQueue::synchronize, Unlocked())
       .def(
           "hold",
           [](DeviceQueue& queue, nb::object object, std::optional<uintptr_t> stream) {
-            queue.hold(shared(object), stream ? reinterpret_cast<Stream>(*stream) : queue.stream());
+            std::shared_ptr<void> held = shared(object);
+            const WithoutGil release;
+            queue.hold(std::move(held), stream ? reinterpret_cast<Stream>(*stream) : queue.stream());
           },
           "object"_a, "stream"_a = nb::none(),
           "Keep an object alive until the work queued here, or in that stream, is done.")
@@ -162,6 +169,7 @@ void bind_device(nb::module_& m) {
           "copy",
           [](DeviceQueue& queue, const Tensors& from, const Tensors& to) {
             const Buffer source = only(from.buffers());
+            const WithoutGil release;
             queue.device().copy(queue.index(), only(to.buffers()).data, source.data, source.n_bytes, queue.stream());
           },
           "source"_a, "to"_a);

@@ -57,8 +57,8 @@ void bind_nccl(nb::module_& m) {
              if (id.size() != sizeof(unique.bytes)) throw std::invalid_argument("a unique ID has 128 bytes");
              std::memcpy(unique.bytes, id.data(), sizeof(unique.bytes));
              const WithoutGil release;  // while all ranks connect
-             return unlocked(
-                 new NcclGroup(std::move(queue), nccl_library({}), unique, rank, size, bucket_bytes, timeout_s));
+             return unlocked(new NcclGroup(std::move(queue), nccl_library({}), unique, rank, size, bucket_bytes,
+                                           timeout_s, check_signals));
            }),
            "queue"_a, "id"_a, "rank"_a, "size"_a, "bucket_bytes"_a, "timeout_s"_a)
       .def(

@@ -37,6 +37,7 @@ class Device {
   virtual Stream new_stream(int index) = 0;
   virtual void delete_stream(int index, Stream stream) = 0;
   virtual bool is_capturing(int index, Stream stream) = 0;
+  virtual bool is_idle(int index, Stream stream) = 0;  // whether all its work is done; must not be capturing
 
   virtual Event new_event(int index) = 0;
   virtual void delete_event(int index, Event event) = 0;

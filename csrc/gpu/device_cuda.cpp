@@ -14,6 +14,15 @@ void check(cudaError_t result, const char* what) {
                     cudaGetErrorName(result) + ")");
 }
 
+bool is_ready(cudaError_t result, const char* what) {
+  if (result == cudaErrorNotReady) {
+    cudaGetLastError();
+    return false;
+  }
+  check(result, what);
+  return true;
+}
+
 // The files of the kernels do not use DeviceError.
 template <class Call>
 void with_kernels(const Call& call) {
@@ -67,6 +76,11 @@ class CudaDevice : public Device {
     return status != cudaStreamCaptureStatusNone;
   }
 
+  bool is_idle(int index, Stream stream) override {
+    const Current current(*this, index);
+    return is_ready(cudaStreamQuery(of(stream)), "complete the work of a stream");
+  }
+
   Event new_event(int index) override {
     const Current current(*this, index);
     cudaEvent_t event = nullptr;
@@ -87,13 +101,7 @@ class CudaDevice : public Device {
   }
   bool is_done(int index, Event event) override {
     const Current current(*this, index);
-    const cudaError_t result = cudaEventQuery(static_cast<cudaEvent_t>(event));
-    if (result == cudaErrorNotReady) {
-      cudaGetLastError();
-      return false;
-    }
-    check(result, "complete the work before an event");
-    return true;
+    return is_ready(cudaEventQuery(static_cast<cudaEvent_t>(event)), "complete the work before an event");
   }
   void synchronize(int index, Event event) override {
     const Current current(*this, index);

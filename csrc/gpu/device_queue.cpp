@@ -37,6 +37,8 @@ void DeviceQueue::lead(Stream consumer) {
   device_.wait(index_, consumer, led_);
 }
 
+bool DeviceQueue::is_idle() { return !device_.is_capturing(index_, stream_) && device_.is_idle(index_, stream_); }
+
 void DeviceQueue::synchronize() {
   const Event event = device_.new_event(index_);
   try {

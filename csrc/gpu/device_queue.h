@@ -27,6 +27,8 @@ class DeviceQueue {
   void follow(Stream producer);
   // Work queued on `consumer` from now on runs after the work queued here so far.
   void lead(Stream consumer);
+  // Whether all work queued here is done, and no graph is being captured. Never blocks, as new work may.
+  bool is_idle();
   // Waits until all work queued here is done.
   void synchronize();
   // Keeps `object` until the work queued on `stream` so far is done, and drops earlier ones that need no longer be

@@ -111,19 +111,19 @@ struct NcclGroup::Bucket {
 };
 
 NcclGroup::NcclGroup(std::shared_ptr<DeviceQueue> queue, const NcclLibrary& nccl, const NcclUniqueId& id, int rank,
-                     int size, size_t bucket_bytes, double timeout_s)
-    : NcclGroup(std::move(queue), nccl, nullptr, rank, size, bucket_bytes, timeout_s) {
+                     int size, size_t bucket_bytes, double timeout_s, std::function<void()> check_signals)
+    : NcclGroup(std::move(queue), nccl, nullptr, rank, size, bucket_bytes, timeout_s, std::move(check_signals)) {
   NcclConfig config;
   config.blocking = 0;
   {
     const Device::Current current(device_, index_);
-    done(nccl_.CommInitRankConfig(&comm_, size_, id, rank_, &config), "connect the ranks");
+    done(nccl_.CommInitRankConfig(&comm_, size_, id, rank_, &config), "connect the ranks", timeout_s_);
   }
   start();
 }
 
 NcclGroup::NcclGroup(std::shared_ptr<DeviceQueue> queue, const NcclLibrary& nccl, NcclComm comm, int rank, int size,
-                     size_t bucket_bytes, double timeout_s)
+                     size_t bucket_bytes, double timeout_s, std::function<void()> check_signals)
     : queue_(std::move(queue)),
       device_(queue_->device()),
       index_(queue_->index()),
@@ -132,6 +132,7 @@ NcclGroup::NcclGroup(std::shared_ptr<DeviceQueue> queue, const NcclLibrary& nccl
       size_(size),
       bucket_bytes_(aligned(std::max<size_t>(bucket_bytes, 1))),
       timeout_s_(timeout_s),
+      check_signals_(std::move(check_signals)),
       comm_(comm) {}
 
 void NcclGroup::start() {
@@ -173,20 +174,23 @@ void NcclGroup::close() {
 // Destroying waits for the other ranks; a failed communicator is already aborted.
 void NcclGroup::leave() {
   if (comm_ == nullptr || failed_) return;
-  timeout_s_ = std::min(timeout_s_, kGoodbyeSeconds);
   try {
     const Device::Current current(device_, index_);
-    // The communicator's memory must not be freed while its kernels use it.
-    if (!is_idle_within(timeout_s_)) fail("the last operations did not complete");
-    throw_if_failed();
+    // The communicator's memory must not be freed while its kernels use it, however late the GPU is. Who learns that a
+    // peer has died calls fail().
+    while (!queue_->is_idle()) {
+      throw_if_failed();
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
     if (registration_ != nullptr) {
       if (registered_ == "window") nccl_.CommWindowDeregister(comm_, registration_);
       else nccl_.CommDeregister(comm_, registration_);
     }
-    done(nccl_.CommFinalize(comm_), "finish");
+    done(nccl_.CommFinalize(comm_), "finish", kGoodbyeSeconds);
     nccl_.CommDestroy(taken(comm_));
     fail("the group was closed");
-  } catch (const DeviceError&) {  // aborted by now
+  } catch (const DeviceError& error) {
+    fail(error.what());  // if it is not aborted by now
   }
 }
 
@@ -198,12 +202,14 @@ std::unique_ptr<NcclGroup> NcclGroup::split(int color, int rank, int size) {
     const Device::Current current(device_, index_);
     NcclConfig config;
     config.blocking = 0;
-    done(nccl_.CommSplit(comm_, color < 0 ? kNcclSplitNoColor : color, rank, &comm, &config), "split the group");
+    done(nccl_.CommSplit(comm_, color < 0 ? kNcclSplitNoColor : color, rank, &comm, &config), "split the group",
+         timeout_s_);
   }
   if (color < 0) return nullptr;
   const Device::Current current(device_, index_);
-  std::unique_ptr<NcclGroup> group(new NcclGroup(queue_, nccl_, comm, rank, size, bucket_bytes_, timeout_s_));
-  group->wait_until_ready("split the group");
+  std::unique_ptr<NcclGroup> group(
+      new NcclGroup(queue_, nccl_, comm, rank, size, bucket_bytes_, timeout_s_, check_signals_));
+  group->wait_until_ready("split the group", timeout_s_);
   group->start();
   return group;
 }
@@ -216,7 +222,7 @@ void NcclGroup::register_bucket(bool windows) {
     const NcclResult result =
         nccl_.CommWindowRegister(comm_, bucket_, bucket_bytes_, &registration_, kNcclWindowCollSymmetric);
     if (result == kNcclSuccess || result == kNcclInProgress) {
-      done(result, "register the bucket");
+      done(result, "register the bucket", timeout_s_);
       if (registration_ != nullptr) registered_ = "window";
     }
   } else if (nccl_.CommRegister != nullptr) {
@@ -227,8 +233,11 @@ void NcclGroup::register_bucket(bool windows) {
 // Returns on success; an error ends the group. A non-blocking communicator may need a while to connect to new peers or
 // to put an operation on the stream; it may get no other call, and nothing may be queued behind the operation, until it
 // is ready. CommSplit and CommWindowRegister return kNcclSuccess nevertheless.
-void NcclGroup::done(NcclResult result, const char* what) {
-  if (result == kNcclSuccess || result == kNcclInProgress) wait_until_ready(what);
+//
+// An operation has no limit, and nor has the connecting that NCCL may do at the first of its kind: a rank may be late
+// for good reasons. Who learns that it is not calls fail().
+void NcclGroup::done(NcclResult result, const char* what, double limit_s) {
+  if (result == kNcclSuccess || result == kNcclInProgress) wait_until_ready(what, limit_s);
   else give_up(result, what);
 }
 
@@ -240,7 +249,7 @@ void NcclGroup::give_up(NcclResult error, const char* what) {
   throw_if_failed();
 }
 
-void NcclGroup::wait_until_ready(const char* what) {
+void NcclGroup::wait_until_ready(const char* what, double limit_s) {
   using Seconds = std::chrono::duration<double>;
   const auto start = std::chrono::steady_clock::now();
   for (auto pause = std::chrono::microseconds(20);;) {
@@ -251,8 +260,8 @@ void NcclGroup::wait_until_ready(const char* what) {
     if (state == kNcclSuccess) return;
     if (state != kNcclInProgress) return give_up(state, what);
     const Seconds waited = std::chrono::steady_clock::now() - start;
-    if (waited.count() > timeout_s_) {
-      fail(std::string("NCCL could not ") + what + " within " + std::to_string(static_cast<int>(timeout_s_)) +
+    if (waited.count() > limit_s) {
+      fail(std::string("NCCL could not ") + what + " within " + std::to_string(static_cast<int>(limit_s)) +
            " s: a rank did not make this call, or cannot be reached. NCCL_DEBUG=INFO shows how far it got, "
            "NCCL_SOCKET_IFNAME sets the network interface to use");
       throw_if_failed();
@@ -260,32 +269,27 @@ void NcclGroup::wait_until_ready(const char* what) {
     if (waited.count() < kBusySeconds) {
       std::this_thread::yield();
     } else {
+      check_signals();
       std::this_thread::sleep_for(pause);
       pause = std::min(pause * 2, std::chrono::microseconds(2000));
     }
   }
 }
 
-// Whether all queued work is done within so many seconds.
-bool NcclGroup::is_idle_within(double seconds) {
-  const auto until = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
-  const Event event = device_.new_event(index_);
-  bool done = false;
-  try {
-    device_.record(index_, event, queue_->stream());
-    while (!(done = device_.is_done(index_, event)) && !failed_ && std::chrono::steady_clock::now() < until) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
-  } catch (const DeviceError&) {  // the process is losing its GPU
-  }
-  device_.delete_event(index_, event);
-  return done;
-}
-
 void NcclGroup::throw_if_failed() {
   if (!failed_) return;
   const std::lock_guard lock(reason_mutex_);
   throw DeviceError(reason_);
+}
+
+// What has begun cannot be taken back: after Ctrl-C, the group has failed.
+void NcclGroup::check_signals() {
+  try {
+    if (check_signals_) check_signals_();
+  } catch (...) {
+    fail("a signal handler of this rank has raised an exception during an operation");
+    throw;
+  }
 }
 
 // Begins an operation that queues work.
@@ -306,6 +310,7 @@ void NcclGroup::check() {
 }
 
 bool NcclGroup::can_reduce(const std::vector<TensorRef>& tensors, Op op, double prescale, Factor factor) {
+  const bool drops_nan = op == Op::kMin || op == Op::kMax;  // NCCL's fmin and fmax return the other operand
   const bool plain = prescale == 1.0 && factor.scale == 1.0 && factor.divisor == 1.0;
   // The kernels multiply in float32, by a factor that is multiplied by this rank's weight.
   const auto fits = [](double x) { return x == 0.0 || (std::fabs(x) >= 1e-20 && std::fabs(x) <= 1e20); };
@@ -313,7 +318,7 @@ bool NcclGroup::can_reduce(const std::vector<TensorRef>& tensors, Op op, double 
          std::all_of(tensors.begin(), tensors.end(), [&](const TensorRef& tensor) {
            NcclType type;
            return nccl_type(tensor.dtype, &type) &&
-                  (is_float(tensor.dtype) || (plain && op != Op::kAverage && op != Op::kWeightedAverage));
+                  (is_float(tensor.dtype) ? !drops_nan : plain && op != Op::kAverage && op != Op::kWeightedAverage);
          });
 }
 

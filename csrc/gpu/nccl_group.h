@@ -13,6 +13,8 @@
 #pragma once
 
 #include <atomic>
+#include <functional>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -28,9 +30,10 @@ namespace horo {
 
 class NcclGroup {
  public:
-  // Returns when all ranks have called it; throws DeviceError if they do not within `timeout_s`.
+  // Returns when all ranks have called it; throws DeviceError if they do not within `timeout_s`, and in split().
+  // `check_signals` is called now and then while a call waits, and may throw, after which the group has failed.
   NcclGroup(std::shared_ptr<DeviceQueue> queue, const NcclLibrary& nccl, const NcclUniqueId& id, int rank, int size,
-            size_t bucket_bytes, double timeout_s);
+            size_t bucket_bytes, double timeout_s, std::function<void()> check_signals = {});
   ~NcclGroup();
   NcclGroup(const NcclGroup&) = delete;
   NcclGroup& operator=(const NcclGroup&) = delete;
@@ -47,7 +50,8 @@ class NcclGroup {
   void register_bucket(bool windows);
   std::string registered() const { return registered_; }  // "window", "buffer" or "no"
 
-  // Whether allreduce() supports these: NCCL has neither averages of integers nor all dtypes.
+  // Whether allreduce() supports these: NCCL has neither averages of integers nor all dtypes, and loses NaN in the
+  // minimum and maximum of floats.
   static bool can_reduce(const std::vector<TensorRef>& tensors, Op op, double prescale, Factor factor);
   // Reduces in place. With a `weight`, the divisor is the sum of all ranks' weights, which stays on the GPU.
   void allreduce(const std::vector<TensorRef>& tensors, Op op, Wire wire, double prescale, Factor factor,
@@ -57,8 +61,8 @@ class NcclGroup {
   void allgather(const Buffer& send, const std::vector<Buffer>& receive);
   void alltoall(const std::vector<Buffer>& send, const std::vector<Buffer>& receive);
 
-  // All ranks leave: those that come first wait for the others, but not for long. Later calls throw. Frees the memory
-  // on the GPU, for which this waits until the GPU has done all work of the queue; so does the destructor otherwise.
+  // All ranks leave, when the GPU has done all work of the queue: those that come first wait for the others, but not
+  // for long. Later calls throw. Frees the memory on the GPU; so does the destructor otherwise.
   void close();
   // Ends all operations, current and future: their calls throw DeviceError with this reason. Any thread may call it, at
   // any time.
@@ -67,16 +71,17 @@ class NcclGroup {
   void check();
 
  private:
+  static constexpr double kForever = std::numeric_limits<double>::infinity();
   struct Traffic;
   struct Bucket;
 
   NcclGroup(std::shared_ptr<DeviceQueue> queue, const NcclLibrary& nccl, NcclComm comm, int rank, int size,
-            size_t bucket_bytes, double timeout_s);
+            size_t bucket_bytes, double timeout_s, std::function<void()> check_signals);
   void start();
-  void wait_until_ready(const char* what);
-  void done(NcclResult result, const char* what);
+  void wait_until_ready(const char* what, double limit_s);
+  void done(NcclResult result, const char* what, double limit_s = kForever);
+  void check_signals();
   void give_up(NcclResult error, const char* what);
-  bool is_idle_within(double seconds);
   void throw_if_failed();
   void abort(NcclComm comm);
   void begin();
@@ -92,6 +97,7 @@ class NcclGroup {
   int size_;
   size_t bucket_bytes_;
   double timeout_s_;
+  std::function<void()> check_signals_;
 
   // Protects the communicator: NCCL allows calls from one thread at a time. fail() takes it only if it is free soon.
   std::recursive_timed_mutex mutex_;

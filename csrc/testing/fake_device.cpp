@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <condition_variable>
+#include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
@@ -17,11 +18,14 @@
 namespace horo {
 namespace {
 
+constexpr size_t kMostPending = 1000;
+
 struct FakeStream : FakeStreamHead {
   std::mutex mutex;
   std::condition_variable changed;
   std::deque<std::function<void()>> queue;
   bool stopping = false;
+  bool working = false;
   std::thread thread;
 
   FakeStream() {
@@ -40,12 +44,24 @@ struct FakeStream : FakeStreamHead {
     thread.join();
   }
 
-  void add(std::function<void()> work) {
+  // What a test or the stand-in for NCCL queues; does not wait.
+  void add(std::function<void()> work) { add(std::move(work), SIZE_MAX); }
+
+  // A command; blocks while as many are pending as CUDA takes.
+  void command(std::function<void()> work) { add(std::move(work), kMostPending); }
+
+  void add(std::function<void()> work, size_t limit) {
     {
-      const std::lock_guard lock(mutex);
+      std::unique_lock lock(mutex);
+      changed.wait(lock, [this, limit] { return queue.size() < limit; });
       queue.push_back(std::move(work));
     }
     changed.notify_all();
+  }
+
+  bool is_idle() {
+    const std::lock_guard lock(mutex);
+    return queue.empty() && !working;
   }
 
   void loop() {
@@ -53,11 +69,14 @@ struct FakeStream : FakeStreamHead {
       std::function<void()> work;
       {
         std::unique_lock lock(mutex);
+        working = false;
         changed.wait(lock, [this] { return stopping || !queue.empty(); });
         if (queue.empty()) return;  // only after all queued work
         work = std::move(queue.front());
         queue.pop_front();
+        working = true;
       }
+      changed.notify_all();
       work();
     }
   }
@@ -82,6 +101,7 @@ class FakeDevice : public Device {
   Stream new_stream(int) override { return static_cast<FakeStreamHead*>(new FakeStream); }
   void delete_stream(int, Stream stream) override { delete of(stream); }
   bool is_capturing(int, Stream) override { return false; }
+  bool is_idle(int, Stream stream) override { return of(stream)->is_idle(); }
 
   Event new_event(int) override { return new SharedEvent(std::make_shared<FakeEvent>()); }
   void delete_event(int, Event event) override { delete static_cast<SharedEvent*>(event); }
@@ -93,7 +113,7 @@ class FakeDevice : public Device {
       const std::lock_guard lock(shared->mutex);
       number = ++shared->recorded;
     }
-    of(stream)->add([shared, number] {
+    of(stream)->command([shared, number] {
       {
         const std::lock_guard lock(shared->mutex);
         shared->reached = std::max(shared->reached, number);
@@ -105,7 +125,7 @@ class FakeDevice : public Device {
   void wait(int, Stream stream, Event event) override {
     const SharedEvent shared = *static_cast<SharedEvent*>(event);
     const uint64_t number = latest(*shared);
-    of(stream)->add([shared, number] { wait_for(*shared, number); });
+    of(stream)->command([shared, number] { wait_for(*shared, number); });
   }
 
   bool is_done(int, Event event) override {
@@ -120,16 +140,16 @@ class FakeDevice : public Device {
   }
 
   void copy(int, void* to, const void* from, size_t n_bytes, Stream stream) override {
-    of(stream)->add([=] { std::memcpy(to, from, n_bytes); });
+    of(stream)->command([=] { std::memcpy(to, from, n_bytes); });
   }
   void fill(int, void* memory, uint8_t byte, size_t n_bytes, Stream stream) override {
-    of(stream)->add([=] { std::memset(memory, byte, n_bytes); });
+    of(stream)->command([=] { std::memset(memory, byte, n_bytes); });
   }
   void run(int, const KernelCall& call, Stream stream) override {
     auto pieces = std::make_shared<std::vector<GpuPiece>>(call.pieces, call.pieces + call.n_pieces);
     KernelCall later = call;
     later.pieces = pieces->data();
-    of(stream)->add([later, pieces] { run_on_host(later); });
+    of(stream)->command([later, pieces] { run_on_host(later); });
   }
   void load_kernels(int) override {}
 

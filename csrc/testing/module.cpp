@@ -108,6 +108,7 @@ NB_MODULE(_testing, m) {
       .def(
           "lead",
           [](FakeStream& self, uintptr_t consumer) {
+            const WithoutGil release;  // a full stream blocks, and its work may be Python's
             const Event event = device().new_event(0);
             device().record(0, event, self.stream);
             device().wait(0, reinterpret_cast<Stream>(consumer), event);

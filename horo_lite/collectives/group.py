@@ -133,11 +133,14 @@ class Group:
             MismatchError: The ranks' calls differ; raised on every rank.
             PeerLostError: A rank died, left or failed. The group can no longer be used.
         """
+        return self._begin(call, part)()
+
+    def _begin(self, call: Call[T], part: Part) -> Finish[T]:
         self.check_usable()
         part.label = part.label or call.label
         call.check(part)
         call.prepare(part)
-        return self._run(call, part)()
+        return self._run(call, part)
 
     def submit(
         self, call: Call[T], part: Part, result: Callable[[T], Any] = lambda value: value
@@ -360,9 +363,17 @@ class Group:
         postscale_factor: float = 1.0,
         weight: float | None = None,
         shared: SharedMemory | None = None,
+        in_order: bool = False,
     ) -> Handle:
-        """Begin `exchange`; do not use the arrays until it is synchronized."""
+        """Begin `exchange`; do not use the arrays until it is synchronized.
+
+        With `in_order`, where `compares_later`, it is queued on the GPU at once, and every rank
+        calls it in the same order as its blocking calls; `synchronize` orders what the caller's
+        stream does next after it.
+        """
         call = Exchange(label, op, compression, prescale_factor, postscale_factor, names)
+        if in_order:
+            return Handle(label, None, self._begin(call, Part(self.memory(arrays), weight)))
         part = Part(self.memory(arrays, asynchronous=True), weight, shared=shared)
         return self.submit(call, part, lambda _: None)
 
@@ -429,6 +440,10 @@ class Group:
         except GROUP_IS_LOST:
             if not was_given_up:  # otherwise a blocking call has already raised it
                 raise
+        except KeyboardInterrupt:  # do not wait for the GPU
+            for stream in self._streams or ():
+                stream.fail("shutdown() was interrupted")
+            raise
         finally:
             for stream in self._streams or ():
                 stream.close()

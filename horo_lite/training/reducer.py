@@ -555,6 +555,8 @@ class Reducer:
             if not self._send(plan, batch, [full[i] for i in batch], follows):
                 return False
             follows = True
+        for handle in self._step.handles:
+            self.group.synchronize(handle)
         if zeros:
             self._write_back(plan, zeros)
         return True
@@ -697,14 +699,14 @@ class Reducer:
         handles = self._step.handles
         number = len(handles) + 1
         label = f"{self._label}, bucket {number} of {len(plan.buckets)} ({_some_of(names)})"
-        if plan.gpu and self._compares_later():
-            # A stream keeps operations in order, so names need not be matched.
-            sent = self._exchange(arrays, names, label, follows=follows)
+        if not follows:
+            sent = self._exchange(arrays, names, label, follows=False)
             if sent:
                 handles.append(Handle(label, None, lambda: None))
             return bool(sent)
-        exchange = self.group.exchange_async
-        handles.append(self._exchange(arrays, names, label, exchange, shared=self.shared))
+        # A stream keeps operations in order, so names need not be matched.
+        how = {"in_order": True} if plan.gpu and self._compares_later() else {"shared": self.shared}
+        handles.append(self._exchange(arrays, names, label, self.group.exchange_async, **how))
         return True
 
     def _exchange(

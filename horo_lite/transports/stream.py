@@ -79,6 +79,13 @@ class CommunicationStream:
         found = self._transport
         return "" if found is None else found.failure()
 
+    def is_idle(self) -> bool:
+        """Return whether nothing that was queued is left to do, or it cannot be done any more."""
+        try:
+            return bool(self.failure()) or self.queue.is_idle()
+        except DeviceError:  # the process is losing its GPU
+            return True
+
     @property
     def peer_failed(self) -> bool:
         """Whether another rank's GPU is known to have failed, and this was not raised yet."""

@@ -31,6 +31,7 @@ class Watched(Protocol):
 
     @property
     def peer_failed(self) -> bool: ...
+    def is_idle(self) -> bool: ...
     def fail(self, reason: str) -> None: ...
     def failure(self) -> str: ...
     def close(self) -> None: ...
@@ -42,6 +43,7 @@ _IDLE, _DIFFERS, _FOLLOWS, _FAILED, _LEAVES = range(5)
 _N_STATES = 8
 _IN_JOIN = 1 << 31
 ROUND_S = 0.2
+IDLE_S = 0.005
 ABORT_S = 10.0
 MAX_AHEAD = 256  # notices of a rank without a match on others; CUDA itself queues about 1,000
 ELSEWHERE = "not this call: it has queued something on its GPU that nobody else has"
@@ -304,7 +306,7 @@ class Watchdog:
                     on_ranks(self._transport.ranks, allgather_texts(self._transport, failure))
                 )
             if _LEAVES in states:
-                return self._end_with_all(states, announced, label)
+                return self._is_any_busy(announced) or self._end_with_all(states, announced, label)
             without = [n for n, has in zip(counts, announced, strict=True) if not has]
             with_notice = [n for n, has in zip(counts, announced, strict=True) if has]
             if with_notice and without and max(without) > min(with_notice):
@@ -317,7 +319,8 @@ class Watchdog:
                 )
                 where = texts[announced.index(True)].partition("\n")[0]
                 raise MismatchError(explain(where, texts, self._transport.ranks))
-            self._report_wait(None if notice is None or all(announced) else notice, announced)
+            waits = notice is not None and not all(announced)
+            self._report_wait(f"{label}, queued on its GPU" if waits else "", announced)
             if notice is None or without:
                 return True
             if _FOLLOWS not in states:
@@ -335,20 +338,20 @@ class Watchdog:
             self._first = None
         return True
 
-    def _report_wait(self, notice: Notice | None, announced: Sequence[bool]) -> None:
-        """Report ranks that have not queued what this one has: they may be late."""
+    def _report_wait(self, what: str, has_come: Sequence[bool]) -> None:
+        """Report the ranks for which this one waits in `what`, if it is not empty."""
         if self._stall_detector is None:
             return
-        if notice is None:
+        if not what:
             if self._unmatched is not None:
                 self._unmatched.close(True)
                 self._unmatched = None
             return
         self._unmatched = self._unmatched or self._stall_detector.wait()
         ranks = self._transport.ranks
-        arrived = [rank for rank, has in zip(ranks, announced, strict=True) if has]
-        late = [rank for rank, has in zip(ranks, announced, strict=True) if not has]
-        self._unmatched.report_if_due(f"{notice.label}, queued on its GPU", arrived, late)
+        arrived = [rank for rank, has in zip(ranks, has_come, strict=True) if has]
+        late = [rank for rank, has in zip(ranks, has_come, strict=True) if not has]
+        self._unmatched.report_if_due(what, arrived, late)
 
     def _next(self) -> Notice | None:
         """Return the first notice that has not been compared; None if there is none for a while."""
@@ -372,6 +375,21 @@ class Watchdog:
         if self._error is not None:
             return ""
         return next(filter(None, (stream.failure() for stream in self._streams)), "")
+
+    def _is_any_busy(self, announced: Sequence[bool]) -> bool:
+        """Return whether no rank may leave yet, since some GPU is still at what all have queued.
+
+        A GPU may be behind by minutes, and the others' parts are needed until it has read them.
+        """
+        if any(announced):  # what is queued alone never ends
+            return False
+        is_idle = all(stream.is_idle() for stream in self._streams)
+        headers = self._transport.agree(0, int(is_idle), label="the end of the GPUs' work")
+        idle = [bool(header.count) for header in headers]
+        what = "the end of the GPUs' work" if is_idle and not all(idle) else ""
+        self._report_wait(what, idle)
+        time.sleep(0 if all(idle) else IDLE_S)
+        return not all(idle)
 
     def _end_with_all(self, states: Sequence[int], announced: Sequence[bool], label: str) -> bool:
         """End, since this is the last round of some rank; return False: no more rounds."""

@@ -689,6 +689,145 @@ def killed() -> None:
     print("came through", flush=True)
 
 
+def killed_while_another_is_ahead() -> None:
+    """CUDA blocks a rank's thread whose stream is full, and its watchdog must be able to run."""
+    group = start()
+    xs = [on_gpu(np.ones(1000)) for _ in range(3)]
+
+    def step() -> None:
+        ops.grouped_allreduce_(xs, compression=hvd.Compression.fp16, group=group)
+
+    step()
+    ops.barrier(group=group)
+    if RANK == 1:
+        time.sleep(0.7)
+        os.kill(os.getpid(), signal.SIGKILL)
+    fails(lambda: [step() for _ in range(10_000)], hvd.PeerLostError, "rank 1")
+    print("told", flush=True)
+    os._exit(0)
+
+
+def full_streams() -> None:
+    """CUDA blocks at some 1,000 commands: other threads, such as the watchdog, must still run."""
+    os.environ["HORO_LITE_TEST_GPUS"] = "a"
+    queue = _native.DeviceQueue(0)
+    for command in (queue.follow, queue.lead, lambda stream: queue.hold(object(), stream)):
+        stream, gate = fake_device.new_stream(), threading.Event()
+        stream.call(gate.wait)
+
+        def fill(command: Callable[[int], None] = command, stream: int = stream.handle) -> None:
+            for _ in range(1100):
+                command(stream)
+
+        thread = threading.Thread(target=fill, daemon=True)
+        thread.start()
+        thread.join(0.3)
+        assert thread.is_alive(), "the stream is not full"
+        gate.set()
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+# Ranks and GPUs that are late.
+
+
+def shuts_down_behind_a_busy_gpu() -> None:
+    """What was queued before shutdown() is done, however late a GPU is."""
+    group = start()
+    usable(group)
+    x = on_gpu(np.full(1000, RANK + 1))
+    if RANK == 1:
+        x.queue(lambda _: time.sleep(5.5))
+    ops.allreduce_(x, Sum, group=group)
+    hvd.shutdown()
+    assert np.all(x._memory == sum(range(1, group.size + 1)))
+
+
+def late_at_the_first_use() -> None:
+    """NCCL connects at the first operation of a kind, whose time is no limit for late ranks."""
+    group = start(NCCL_TIMEOUT_S="1")
+    usable(group)
+    if RANK == 0:
+        time.sleep(2.5)
+    x = on_gpu(np.full(10_000, RANK + 1))
+    ops.allreduce_(x, Sum, group=group)
+    assert np.all(x.numpy() == sum(range(1, group.size + 1)))
+
+
+def interrupted_at_the_first_use() -> None:
+    """Ctrl-C ends the wait for ranks that do not come."""
+    group = start()
+    usable(group)
+    x = on_gpu(np.full(10_000, RANK + 1))
+    if RANK == 0:
+        threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        began = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            ops.allreduce_(x, Sum, group=group)
+        assert time.monotonic() - began < 20
+        print("told", flush=True)
+    else:
+        time.sleep(1.5)
+        settles(lambda: ops.allreduce_(x, Sum, group=group), hvd.HoroLiteError)
+        print("told", flush=True)
+    os._exit(0)
+
+
+def backward_overlaps() -> None:
+    """A bucket that leaves early does not hold up what the caller's stream does next."""
+    go = Path(os.environ["HORO_LITE_FAKE_NCCL_LOG"]).with_name("go")
+    group = start()
+
+    class Parameter:
+        def __init__(self) -> None:
+            self.data, self.grad = (on_gpu(np.full(1000, RANK + i)) for i in range(2))
+
+    class Adapter(fake_device.FakeGpuAdapter):
+        def gradient(self, parameter: Any) -> Any:
+            return parameter.grad
+
+        def value(self, parameter: Any) -> Any:
+            return parameter.data
+
+    def wait_for_go(_: Any) -> None:
+        until = time.monotonic() + 15
+        while not go.exists() and time.monotonic() < until:
+            time.sleep(0.001)
+
+    first, last = Parameter(), Parameter()
+    reducer = Reducer(group, Adapter(), [("first", first), ("last", last)], bucket_bytes=4000)
+    reducer.finish()  # agrees on a plan
+    mean = np.mean([rank + 1 for rank in range(group.size)])
+    for x in (first.grad, last.grad):
+        assert np.all(x.numpy() == mean)
+        x.fill(np.full(1000, RANK))
+    if RANK == 1:
+        last.grad.queue(wait_for_go)
+    reducer.ready(1)
+    if RANK == 0:
+        ran = threading.Event()
+        first.grad.queue(lambda _: ran.set())
+        assert ran.wait(10), "the next kernel of backward() waits for the bucket"
+        go.touch()
+    reducer.ready(0)
+    reducer.finish()
+    # In stream order, without waiting on the host.
+    doubled = [x.copy().add(1) for x in (first.grad, last.grad)]
+    for x in doubled:
+        assert np.all(x.numpy() == np.mean(range(group.size)) + 1)
+
+
+def keeps_nan() -> None:
+    """In the minimum and maximum, where NCCL loses it."""
+    group = start()
+    x = np.array([np.nan if RANK == 0 else 1.0, 2.0 + RANK, np.nan if RANK == 1 else 1.0])
+    for dtype in (np.float16, np.float32, np.float64):
+        for op, last in ((Min, 2.0), (Max, 1.0 + group.size)):
+            got = ops.allreduce(on_gpu(x, dtype), op, group=group).numpy()
+            assert np.isnan(got[[0, 2]]).all(), (dtype, op, got)
+            assert got[1] == last
+
+
 # All kinds of calls in random order.
 
 KINDS = ["direct", "direct_", "grouped", "compressed", "async", "async", "async_", "gather"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import fake_nccl
 import pytest
-from launch import mpi_name, run_ranks, start_ranks
+from launch import mpi_name, run_ranks, start_ranks, that_leave_survivors
 
 
 def environment(log: Path | None = None, hosts: str = "") -> dict[str, str]:
@@ -40,6 +40,10 @@ def program(job: str) -> str:
         ("joined", 3),
         ("optimizers", 2),
         ("sequences", 3),
+        ("shuts_down_behind_a_busy_gpu", 2),
+        ("late_at_the_first_use", 2),
+        ("backward_overlaps", 2),
+        ("keeps_nan", 3),
     ],
 )
 def test_all_is_well_in_the_end(job: str, ranks: int, tmp_path: Path) -> None:
@@ -71,6 +75,22 @@ def test_a_rank_is_late() -> None:
     assert re.search(r"rank 0 has waited \d+\.", result.stderr), str(result)
     assert "in allreduce 'x', queued on its GPU for rank 1" in result.stderr
     assert re.search(r"line \d+ in late\n", result.stderr), str(result)
+
+
+@pytest.mark.launches
+@pytest.mark.parametrize(
+    ("job", "told"), [("killed_while_another_is_ahead", 1), ("interrupted_at_the_first_use", 2)]
+)
+def test_a_rank_waits_in_a_call_of_the_gpu(job: str, told: int) -> None:
+    options = that_leave_survivors()
+    result = run_ranks(program(job), 2, env=environment(), timeout_s=45, options=options)
+    assert result.stdout.count("told") == told, str(result)
+
+
+@pytest.mark.launches
+def test_full_streams() -> None:
+    result = run_ranks(program("full_streams"), 1, launcher=False, timeout_s=30).check()
+    assert "all is well" in result.stdout
 
 
 @pytest.mark.mpi

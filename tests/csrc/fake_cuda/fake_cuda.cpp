@@ -97,6 +97,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return used(); }
 cudaError_t cudaEventQuery(cudaEvent_t) { return used(); }
+cudaError_t cudaStreamQuery(cudaStream_t) { return used(); }
 cudaError_t cudaEventSynchronize(cudaEvent_t) { return used(); }
 
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t n_bytes, cudaMemcpyKind, cudaStream_t) {

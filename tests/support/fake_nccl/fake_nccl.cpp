@@ -10,6 +10,9 @@
 // - ncclCommSplit puts the *parent* in progress; the new communicator exists when the parent is ready again. It
 //   returns ncclSuccess nevertheless, and so does ncclCommWindowRegister.
 // - Ranks whose calls do not match hang, until they are aborted.
+// - The first all-reduce of each kind (small, large) connects the ranks (from 2.22 on): it waits for them before it is
+//   queued.
+// - The minimum and maximum of floats lose NaN, as fmin and fmax do.
 // - ncclCommAbort returns before work that is queued on streams has ended, which it then does immediately.
 //
 // Environment:
@@ -57,6 +60,7 @@ struct FakeStreamHead {
 };
 
 constexpr int kMaxRanks = 16;
+constexpr size_t kFewElements = 4096;
 constexpr size_t kSlotBytes = size_t{1} << 20;     // a rank's buffer for one piece of a collective
 constexpr size_t kChannelBytes = size_t{1} << 16;  // the same for a message between two ranks
 
@@ -172,6 +176,7 @@ struct Comm {
   std::atomic<bool> aborted{false};
   std::shared_ptr<Comm> parent;  // during the split: aborting the parent ends this, too
   std::atomic<bool> finalized{false};
+  std::atomic<bool> connected[2] = {false, false};  // for small all-reduces and for large ones
   std::atomic<int> n_threads{0};
   // Streams run concurrently; a communicator's operations run one after the other, in the order of the calls.
   std::atomic<uint64_t> n_queued{0};
@@ -341,6 +346,10 @@ size_t item_bytes_of(NcclType type) {
 
 template <class T>
 T combined(T a, T b, int op) {
+  if (op == kNcclMax || op == kNcclMin) {
+    if (a != a) return b;
+    if (b != b) return a;
+  }
   switch (op) {
     case kNcclSum:
       return a + b;
@@ -551,6 +560,11 @@ NcclResult launch_group() {
   auto shared_works = std::make_shared<std::vector<std::unique_ptr<Work>>>(std::move(works));
   std::thread([in_background, shared_works] {
     usleep(200);
+    for (const std::unique_ptr<Work>& work : *shared_works) {
+      const Op& op = work->ops[0];
+      if (op.kind != Kind::kAllReduce || work->comm->connected[op.n > kFewElements].exchange(true)) continue;
+      barrier(*work->comm, kOnHost);
+    }
     enqueue(*shared_works);
     for (const CommPtr& comm : in_background) {
       int in_progress = kNcclInProgress;  // it may have failed meanwhile
