@@ -121,7 +121,7 @@ def test_the_bits_of_the_ordinary_exchange_and_the_model_of_one_process(
             )
             for net in nets
         )
-        views: list[int] = []
+        addresses: list[int] = []
         for step in range(6):
             for net, optimizer in zip(nets, (views, plain), strict=True):
                 train(net, optimizer, group.rank, group.size, step)
@@ -130,8 +130,8 @@ def test_the_bits_of_the_ordinary_exchange_and_the_model_of_one_process(
                 assert p.grad.stride() == q.grad.stride()
                 assert torch.equal(p, q), (name, step)
             now = [p.grad.data_ptr() for p in nets[0].parameters() if p.numel()]
-            views = views or now
-            assert now == views
+            addresses = addresses or now
+            assert now == addresses
         memory = views._exchange.reducer.shared
         tensors = _native.Tensors([p.grad for p in nets[0].parameters()])
         assert memory.offsets(tensors) is not None
