@@ -76,6 +76,8 @@ PIP_INTO = $(PY) -m pip --python $1/bin/python -qq --no-input install --no-compi
 # Without pip's build isolation, only changed files are recompiled, in one build tree, so one at a time.
 EDITABLE := --no-build-isolation --editable
 ONE_AT_A_TIME := flock Makefile
+# The core as it is already built, or as the demo needs it.
+CORE := $(if $(wildcard $(VENV)/.built),$(VENV)/.built,$(VENV)/.demo)
 # The demo is built for this machine only, including its GPUs, if any.
 GPU_HERE := $(wildcard /dev/nvidiactl /dev/dxg /dev/nvhost-gpu)
 QUICK := HORO_LITE_QUICK_BUILD=1 $(if $(GPU_HERE),$(if $(HORO_LITE_CUDA_ARCHITECTURES),,HORO_LITE_CUDA_ARCHITECTURES=native),HORO_LITE_CUDA=0)
@@ -110,7 +112,7 @@ help: ## print this list
 	@echo "make TARGET, where TARGET is one of"
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-15s %s\n", $$1, $$2 }' Makefile
 
-demo: $(if $(wildcard $(VENV)/.built),$(VENV)/.built,$(VENV)/.demo) ## train on handwritten digits on 2 ranks, and print the cost of the exchange
+demo: $(CORE) ## train on handwritten digits on 2 ranks, and print the cost of the exchange
 	@echo "==> $(NP) ranks, digits_numpy.py"
 	@$(LAUNCH) -n $(NP) $(PY) examples/digits_numpy.py $(ARGS)
 	@echo "==> the same on one process, for comparison"
@@ -370,7 +372,7 @@ BUILD_nnabla = $(if $(filter 3.10,$(shell $(PYTHON) -c 'import sys; print("%d.%d
 	  '.[$(MPI)test-frameworks]' -r tests/frameworks/$*.txt
 	@touch $@
 
-.venv-clusters/.ready: tests/clusters/requirements.txt pyproject.toml | $(VENV)/.demo
+.venv-clusters/.ready: tests/clusters/requirements.txt pyproject.toml | $(CORE)
 	@echo "==> creating .venv-clusters with $(PYTHON) and $$(sed '/^#/d' $< | tr '\n' ' ')"
 	@rm -rf .venv-clusters
 	@$(PYTHON) -m venv --without-pip .venv-clusters

@@ -97,6 +97,36 @@ def test_a_wait_for_each_other_in_two_groups_of_the_same_ranks_names_the_groups(
         assert set(re.findall(told, result.stderr)) == {names[rank]}, result
 
 
+def test_a_collective_in_a_signal_handler_that_interrupts_another_one(tmp_path: Path) -> None:
+    """Lightning's handler of SIGTERM broadcasts a flag, whatever the process is doing."""
+    script = """
+        import signal
+        import torch
+        from torch import distributed as dist
+        import horo_lite.torch
+
+        dist.init_process_group("horo_lite")
+        rank = dist.get_rank()
+        flag = torch.tensor([rank])
+        group = dist.group.WORLD.group
+        submit = group.submit
+
+        def interrupted(*args):
+            group.submit = submit
+            signal.raise_signal(signal.SIGTERM)
+            return submit(*args)
+
+        signal.signal(signal.SIGTERM, lambda *_: dist.broadcast(flag, src=1))
+        group.submit = interrupted
+        dist.all_reduce(x := torch.tensor([rank + 1.0]))
+        assert (x.item(), flag.item()) == (3.0, 1)
+        dist.destroy_process_group()
+        print("right", flush=True)
+    """
+    with started(script, 2, tmp_path) as job:
+        assert job.wait(20).check().stdout.count("right") == 2
+
+
 def test_nothing_needs_importing(tmp_path: Path) -> None:
     """Once installed, the package is found by `import torch`, which remains as fast as before."""
     project = (ROOT / "pyproject.toml").read_text()

@@ -145,7 +145,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._of_group = "" if self._is_whole else f" of group {group_name}"
         # Continues counting if another process group has used the same ranks before.
         self._numbers = group.kept.setdefault(_COUNTER, itertools.count(1))
-        self._order = threading.Lock()
+        self._order = threading.RLock()  # a signal handler may issue one in the middle of another
         self._waiter = Waiter()
         self._message_waiter = Waiter()
         self._coalescing: list[Work] | None = None
