@@ -433,10 +433,12 @@ class Group:
         self._closed = True
         was_given_up = self._own[0].given_up()
         try:
-            if self._engine is not None:
-                self._engine.drain()
-            if self._watchdog is not None:
-                self._watchdog.close()
+            try:
+                if self._engine is not None:
+                    self._engine.drain()
+            finally:  # it aborts what would keep a GPU busy for ever
+                if self._watchdog is not None:
+                    self._watchdog.close()
         except GROUP_IS_LOST:
             if not was_given_up:  # otherwise a blocking call has already raised it
                 raise
