@@ -149,9 +149,18 @@ class AllReduce(Call[bool]):
     def queue(self, part: Part, transport: Transport) -> Finish[bool] | None:
         stream = part.memory.stream
         watchdog = None if stream is None else stream.watchdog
-        if watchdog is None or transport.queued is None or self.op is Adasum:
+        queued = transport.queued
+        if watchdog is None or queued is None or self.op is Adasum:
             return None
-        is_queued = self._queue(part, transport.queued, watchdog)
+        reduction = Reduction(
+            self._arithmetic(part),
+            self.compression.wire,
+            self.prescale_factor,
+            self.postscale_factor,
+        )
+        if not queued.can_reduce(part.memory.tensors, reduction, part.weight):
+            return None
+        is_queued = self._queue(part, queued, reduction, watchdog)
         return lambda: is_queued and self._complete(part)
 
     def move(self, part: Part, transport: Transport, headers: Sequence[Header]) -> Finish[bool]:
@@ -252,7 +261,9 @@ class AllReduce(Call[bool]):
         ]
         return "\n".join([part.label, *options])
 
-    def _queue(self, part: Part, queued: QueuedReductions, watchdog: Watchdog) -> bool:
+    def _queue(
+        self, part: Part, queued: QueuedReductions, reduction: Reduction, watchdog: Watchdog
+    ) -> bool:
         """Queue the work on the GPU; whether the ranks agree is checked concurrently."""
         tensors = part.memory.tensors
         asked = self._options(part, _order(tensors.layout))
@@ -264,13 +275,7 @@ class AllReduce(Call[bool]):
 
         digest = digest_of((self.contract(part), tensors.layout))
         notice = watchdog.announce(part.label, digest, describe, follows=part.follows)
-        reduction = Reduction(
-            self._arithmetic(part),
-            self.compression.wire,
-            self.prescale_factor,
-            self.postscale_factor,
-        )
-        if not (part.follows and queued.only_queues(tensors, reduction, part.weight)):
+        if not part.follows:
             watchdog.wait(notice)
             if notice.nobody_follows:
                 return False

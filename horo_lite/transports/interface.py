@@ -66,10 +66,10 @@ class QueuedReductions(Protocol):
     A `Watchdog` compares concurrently whether all ranks queue the same.
     """
 
-    def only_queues(
+    def can_reduce(
         self, tensors: _native.Tensors, reduction: Reduction, weight: float | None
     ) -> bool:
-        """Return whether `reduce` only queues work; if not, the ranks must agree on it before."""
+        """Return whether `reduce` can do this, which is the same on all ranks that agree."""
 
     def reduce(self, tensors: _native.Tensors, reduction: Reduction, weight: float | None) -> None:
         """Reduce like `allreduce`; divide averages by the sum of all ranks' weights, or by size.
@@ -92,6 +92,8 @@ class Transport(ABC):
     """The ranks' numbers in the world, which are used in messages."""
     stall_detector: _native.StallDetector | None = None
     """Records which rank waits for which; None if no rank can wait."""
+    engine: _native.Engine | None = None
+    """What matches the operations, if `new_engine` was called."""
     native_group: _native.ShmGroup | None = None
     """The transport's C++ group, if all ranks are on one host."""
     engine_group: _native.EngineGroup | None = None
@@ -177,6 +179,15 @@ class Transport(ABC):
         calls it.
         """
         return None
+
+    def check_matched(self, label: str) -> None:
+        """Assert that this is in an operation that the engine, if there is one, has matched.
+
+        Otherwise its messages and those of the engine would be taken for each other.
+        """
+        assert self.engine is None or self.engine.drives_here, (
+            f"{label}: not in a matched operation"
+        )
 
     def announce(self, what: str, expect_s: float) -> None:  # noqa: B027
         """Tell peers on other hosts how late this rank will be; "": no longer."""

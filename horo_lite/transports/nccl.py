@@ -38,7 +38,7 @@ class NcclTransport(GpuTransport):
     def queued(self) -> QueuedReductions:
         return self
 
-    def only_queues(
+    def can_reduce(
         self, tensors: _native.Tensors, reduction: Reduction, weight: float | None
     ) -> bool:
         op, _, prescale, scale, _, _ = reduction
@@ -50,12 +50,7 @@ class NcclTransport(GpuTransport):
     def reduce(self, tensors: _native.Tensors, reduction: Reduction, weight: float | None) -> None:
         op, wire, prescale, scale, _, _ = reduction
         divisor = self._divisor(op, weight)
-        if self.group.can_reduce(tensors, op, prescale, scale, divisor):
-            self.group.allreduce(tensors, op, wire, prescale, scale, divisor, weight)
-            return
-        mine = 1.0 if weight is None else weight
-        given = [header.weight for header in self.host.agree(0, weight=mine, label="weights")]
-        self._staged.allreduce(tensors, Reduction.of(op, wire, prescale, scale, given))
+        self.group.allreduce(tensors, op, wire, prescale, scale, divisor, weight)
 
     def allreduce(self, tensors: _native.Tensors, reduction: Reduction) -> None:
         op, wire, prescale, scale, divisor, weights = reduction

@@ -41,6 +41,7 @@ class ShmTransport(Transport):
     def agree(
         self, digest: int, count: int = 0, weight: float = 1.0, *, label: str = ""
     ) -> list[Header]:
+        self.check_matched(label)
         return [Header(*header) for header in self.group.agree(label, digest, count, weight)]
 
     def allreduce(self, tensors: _native.Tensors, reduction: Reduction) -> None:
@@ -88,7 +89,7 @@ class ShmTransport(Transport):
     ) -> _native.Engine | None:
         if self.size == 1:
             return None
-        engine = _native.Engine.over(self.group, list(self.ranks), explain)
+        self.engine = engine = _native.Engine.over(self.group, list(self.ranks), explain)
         if self.stall_detector is not None:
             engine.watched_by(self.stall_detector)
         return engine

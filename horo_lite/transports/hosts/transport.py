@@ -118,6 +118,7 @@ class HostsTransport(Transport):
     def agree(
         self, digest: int, count: int = 0, weight: float = 1.0, *, label: str = ""
     ) -> list[Header]:
+        self.check_matched(label)
         return [Header(*header) for header in self.group.agree(label, digest, count, weight)]
 
     def allreduce(self, tensors: _native.Tensors, reduction: Reduction) -> None:
@@ -231,7 +232,7 @@ class HostsTransport(Transport):
     def new_engine(
         self, explain: Callable[[str, list[str], list[int]], str]
     ) -> _native.Engine | None:
-        engine = _native.Engine.over(self.group, list(self.ranks), explain)
+        self.engine = engine = _native.Engine.over(self.group, list(self.ranks), explain)
         engine.watched_by(self._detector)
         return engine
 
