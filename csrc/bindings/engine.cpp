@@ -211,9 +211,6 @@ void bind_engine(nb::module_& m) {
           "position", [](const PyJob& job) { return job.job->position(); },
           "The job's number, the same on all ranks; 0: not announced yet.")
       .def("done", [](const PyJob& job) { return job.job->done(); })
-      .def(
-          "begin_wait", [](PyJob& job) { job.engine->begin_wait(job.job); },
-          "Count this thread as waiting for the job from now on, until wait() returns.")
       .def("withdraw", &PyJob::withdraw, "beside"_a = false,
            "Return True if it was not run and never will be; False if it is done. Does not wait for other ranks' "
            "programs. `beside`: not the training thread; this one asks for the GIL only once it is done.")

@@ -358,7 +358,7 @@ void Engine::release(const Job* call) {
   bool sleep;
   {
     const std::lock_guard lock(mutex_);
-    if (call != nullptr) std::erase_if(awaits_, [&](const Await& await) { return await.job.get() == call; });
+    if (call != nullptr) forget_wait(*call);
     is_driven_ = false;
     ++n_releases_;
     sleep = n_sleepers_ != 0;
@@ -456,7 +456,7 @@ void Engine::watched_by(std::shared_ptr<StallDetector> detector) {
 
 void Engine::begin_wait(std::shared_ptr<Job> job, bool beside) {
   const std::lock_guard lock(mutex_);
-  std::erase_if(awaits_, [&](const Await& await) { return await.job == job; });
+  forget_wait(*job);
   const int64_t abort_ns = StallDetector::thread_abort_ns;
   awaits_.push_back({std::move(job), ++n_awaits_, StallDetector::clock_ns(), abort_ns,
                      beside ? Await::kBeside : Await::kHere, std::this_thread::get_id()});
@@ -464,7 +464,13 @@ void Engine::begin_wait(std::shared_ptr<Job> job, bool beside) {
 
 void Engine::end_wait(const Job& job) {
   const std::lock_guard lock(mutex_);
-  std::erase_if(awaits_, [&](const Await& await) { return await.job.get() == &job; });
+  forget_wait(job);
+}
+
+// Other threads may wait for the same job.
+void Engine::forget_wait(const Job& job) {
+  const std::thread::id thread = std::this_thread::get_id();
+  std::erase_if(awaits_, [&](const Await& await) { return await.job.get() == &job && await.thread == thread; });
 }
 
 const Engine::Await* Engine::awaited() const {
@@ -716,25 +722,13 @@ void Engine::run(const std::string& name, Known known) {
   const std::string& title = job != nullptr ? job->title() : name == kProgram ? others_call : name;
   std::exception_ptr error;
   try {
-    const Entry* first = nullptr;
-    bool alike = true;
-    for (int r = 0; r < channel_->size(); ++r) {
-      if (!known.has[r]) continue;
-      if (first == nullptr) first = &known.entries[r];
-      alike = alike && known.entries[r].digest == first->digest;
+    check_alike(title, job.get(), known);
+    if (std::find(known.has.begin(), known.has.end(), false) != known.has.end()) {
+      job = stand_in(name, job, &known);
+      check_alike(title, job.get(), known);
+    } else if (job != calling_) {
+      channel_->set_label(title);  // a call's label is that of its round
     }
-    if (!alike) {
-      std::vector<std::string> descriptions;
-      const std::vector<std::string> everyone = exchange(job == nullptr ? "" : job->describe());
-      for (int r = 0; r < channel_->size(); ++r) {
-        if (known.has[r]) descriptions.push_back(everyone[r]);
-      }
-      throw Mismatch(explain_(title, descriptions, numbers([&](int r) { return known.has[r]; })));
-    }
-    const bool needs_stand_in = std::find(known.has.begin(), known.has.end(), false) != known.has.end();
-    if (needs_stand_in) job = stand_in(name, job, &known);
-    if (needs_stand_in) channel_->agree(title, {}, nullptr);  // its memory is ready only now
-    else if (job != calling_) channel_->set_label(title);     // a call's label is that of its round
     has_run_ = true;
     has_moved_ = true;
     if (job != calling_) job->begin();
@@ -756,6 +750,24 @@ void Engine::run(const std::string& name, Known known) {
   if (job == nullptr) return;          // a rank that has joined waits for the next operation
   if (has_joined) job->finish(error);  // to be raised by the ranks that submitted it
   else finish(*job, error);
+}
+
+// Throws on all ranks, given this rank's job if it has one, unless all that have submitted it have submitted the same.
+void Engine::check_alike(const std::string& title, const Job* job, const Known& known) {
+  const Entry* first = nullptr;
+  bool alike = true;
+  for (int r = 0; r < channel_->size(); ++r) {
+    if (!known.has[r]) continue;
+    if (first == nullptr) first = &known.entries[r];
+    alike = alike && known.entries[r].digest == first->digest;
+  }
+  if (alike) return;
+  std::vector<std::string> descriptions;
+  const std::vector<std::string> everyone = exchange(job == nullptr ? "" : job->describe());
+  for (int r = 0; r < channel_->size(); ++r) {
+    if (known.has[r]) descriptions.push_back(everyone[r]);
+  }
+  throw Mismatch(explain_(title, descriptions, numbers([&](int r) { return known.has[r]; })));
 }
 
 // Returns this rank's job for an operation, and fills in the entries of ranks that have joined.
@@ -782,8 +794,13 @@ std::shared_ptr<Job> Engine::stand_in(const std::string& name, std::shared_ptr<J
     job = find(name);
     if (job == nullptr) throw std::logic_error("a rank that has joined did not take part in an operation");
   }
+  // Their memory is ready only now.
+  const std::vector<Header> headers = channel_->agree(job->title(), {job->entry.digest}, nullptr);
   for (size_t r = 0; r < known->has.size(); ++r) {
-    if (!known->has[r]) known->entries[r] = entry;
+    if (known->has[r]) continue;
+    known->has[r] = true;
+    known->entries[r] = entry;
+    known->entries[r].digest = headers[r].digest;
   }
   return job;
 }

@@ -187,7 +187,7 @@ class Engine {
   void call(const std::shared_ptr<Job>& job);
   // Makes the job end soon, whatever the program does on other ranks: unless it has been run by then, it never will be.
   void withdraw(const std::shared_ptr<Job>& job);
-  // Records that a thread of the program waits for this job, from the latest call until end_wait(). If all ranks wait
+  // Records that this thread of the program waits for this job, from its latest call until end_wait(). If all ranks wait
   // and nothing can run, that is a mismatch. A rank counts as waiting when the thread that created its engine waits: as
   // long as that thread computes, it may still submit what others wait for, whatever other threads wait for. `beside`:
   // another thread waits while the training thread may continue. Such threads wait for one job at a time, in the same
@@ -252,6 +252,7 @@ class Engine {
   bool is_ready(const std::string& name) const;
   std::shared_ptr<Job> find(const std::string& name);
   void run(const std::string& name, Known known);
+  void check_alike(const std::string& title, const Job* job, const Known& known);
   std::shared_ptr<Job> stand_in(const std::string& name, std::shared_ptr<Job> job, Known* known);
   // The numbers, in messages, of the ranks for which `is_so`.
   std::vector<int> numbers(const std::function<bool(int rank)>& is_so) const;
@@ -259,6 +260,7 @@ class Engine {
   std::string waits_in();  // the same, as text
   // The wait in progress whose own limit is exceeded first, else the longest; under the mutex.
   const Await* awaited() const;
+  void forget_wait(const Job& job);  // of this thread; under the mutex
   StallDetector::Overdue overdue(int64_t now_ns);
   std::string label();  // of this rank's handshakes
   std::vector<std::string> exchange(const std::string& mine);

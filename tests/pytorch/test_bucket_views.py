@@ -302,6 +302,34 @@ def test_a_rank_that_has_joined_takes_part_with_zeros(
     assert ways(in_place) == {False, 0 not in n_steps}
 
 
+def test_a_rank_that_has_joined_without_its_optimizer_is_an_error_and_no_hang() -> None:
+    def rank(group: Group) -> str:
+        def train(n_steps: int) -> None:
+            weight = nn.Parameter(torch.zeros(4))
+            optimizer = DistributedOptimizer(
+                torch.optim.SGD([weight], lr=1.0), process_set=group, gradient_as_bucket_view=True
+            )
+            for _ in range(n_steps):
+                optimizer.zero_grad()
+                (weight * (1.0 + group.rank)).sum().backward()
+                optimizer.step()
+
+        text = ""
+        if group.rank == 0:
+            train(3)
+            gc.collect()
+        else:
+            with pytest.raises(MismatchError) as raised:
+                train(5)
+            text = str(raised.value)
+        group.join()
+        assert ops.allreduce(1.0, Sum, group=group) == 2
+        return text
+
+    _, text = run_threads(2, rank)
+    assert "rank 0: memory of this rank; rank 1: shared memory 1 at (0,)" in text
+
+
 # If it is not possible, results are the same.
 
 

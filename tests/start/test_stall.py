@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import re
@@ -189,6 +190,39 @@ def test_the_limit_of_a_thread_does_not_end_the_waits_of_others() -> None:
             other.join()
 
     run_threads(2, body, detectors=detectors_of(2))
+
+
+def test_the_limit_of_a_thread_holds_also_if_another_one_waits_for_the_same() -> None:
+    waits, has_ended = threading.Event(), threading.Event()
+    passed = []
+
+    def body(group: Group) -> None:
+        if group.rank == 1:
+            assert has_ended.wait(PATIENCE * 10)
+            return
+        handle = ops.allreduce_async(1.0, name="a", group=group)
+
+        def wait() -> None:
+            assert waits.wait(PATIENCE * 10)
+            time.sleep(0.2)
+            with pytest.raises(hvd.StallError):
+                group.synchronize(handle, beside=True)
+
+        other = threading.Thread(target=wait)
+        other.start()
+        waits.set()
+        try:
+            match = "nothing has moved for 1"
+            with pytest.raises(hvd.StallError, match=match), stall.abort_after(1.0):
+                group.synchronize(handle)
+        finally:
+            has_ended.set()
+        other.join()
+        passed.append("rank 0")
+
+    with contextlib.suppress(RanksFailedError):  # the ranks may raise it when they end, too
+        run_threads(2, body, detectors=detectors_of(2))
+    assert passed
 
 
 def test_ranks_that_wait_for_each_other(capfd: pytest.CaptureFixture[str]) -> None:
