@@ -151,6 +151,7 @@ void Job::begin() {
 
 void Job::finish(std::exception_ptr error) {
   const std::lock_guard lock(mutex_);
+  if (done()) return;  // by a shutdown() in the middle of it
   error_ = error;
   done_ns = StallDetector::clock_ns();
   if (record_ != 0) Recorder::of_process().finish(record_, done_ns, error != nullptr);
@@ -301,17 +302,27 @@ void Engine::call(const std::shared_ptr<Job>& job) {
   Over over(*this, *job);
   while (is_driven_) {
     wait_for_release(lock);
+    if (!is_driven_) break;
+    ++n_in_handlers_;  // which may wait for the engine's thread
     lock.unlock();
     try {
       if (on_idle) on_idle();
     } catch (...) {
       // The others make this call: this rank's next one must not be matched with it.
       channel_->abandon("it was interrupted in " + job->title());
+      lock.lock();
+      --n_in_handlers_;
+      lock.unlock();
       throw;
     }
     lock.lock();
+    --n_in_handlers_;
   }
   if (broken_) throw_broken(lock, true);  // meanwhile
+  if (stopping_) {
+    lock.unlock();
+    throw PeerLost("shutdown() was called in the middle of " + job->title());
+  }
   --n_calls_;
   over.drives = is_driven_ = true;
   driver_ = std::this_thread::get_id();
@@ -343,7 +354,7 @@ void Engine::call(const std::shared_ptr<Job>& job) {
 bool Engine::take_over() {
   std::unique_lock lock(mutex_);
   if (broken_) return false;
-  if (is_driven_ || n_calls_ != 0) {
+  if (is_driven_ || n_calls_ != n_in_handlers_) {
     wait_for_release(lock);
     return false;
   }
@@ -927,8 +938,9 @@ void Engine::fail_unmatched(bool only_beside) {
     const Waits waits = waiting();
     const bool still =
         only_beside ? waits.beside == announced_waits_.beside : waits.program == announced_waits_.program;
-    // A call that waits to drive is announced in the next round, whatever its thread waited for in this one.
-    confirmation.number(still && unannounced_.empty() && n_calls_ == 0);
+    // A call that waits to drive is announced in the next round, whatever its thread waited for in this one; but not
+    // after shutdown().
+    confirmation.number(still && unannounced_.empty() && (n_calls_ == 0 || stopping_));
   }
   confirmation.string(waits_in());
   std::vector<std::string> calls;
@@ -1028,10 +1040,12 @@ void Engine::drain() {
     std::unique_lock lock(mutex_);
     return end_.wait_for(lock, std::chrono::duration<double>(kBlockedSeconds), [this] { return ended_; });
   };
-  while (!has_ended()) {
-    if (on_idle) on_idle();
+  if (std::this_thread::get_id() != thread_.get_id()) {  // that ends when it returns from here
+    while (!has_ended()) {
+      if (on_idle) on_idle();
+    }
+    if (thread_.joinable()) thread_.join();
   }
-  if (thread_.joinable()) thread_.join();
   if (failed_ && !error_seen_) std::rethrow_exception(failed_);
 }
 

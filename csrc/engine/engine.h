@@ -187,11 +187,11 @@ class Engine {
   void call(const std::shared_ptr<Job>& job);
   // Makes the job end soon, whatever the program does on other ranks: unless it has been run by then, it never will be.
   void withdraw(const std::shared_ptr<Job>& job);
-  // Records that this thread of the program waits for this job, from its latest call until end_wait(). If all ranks wait
-  // and nothing can run, that is a mismatch. A rank counts as waiting when the thread that created its engine waits: as
-  // long as that thread computes, it may still submit what others wait for, whatever other threads wait for. `beside`:
-  // another thread waits while the training thread may continue. Such threads wait for one job at a time, in the same
-  // order on all ranks: it is a mismatch if all ranks wait in this way.
+  // Records that this thread of the program waits for this job, from its latest call until end_wait(). If all ranks
+  // wait and nothing can run, that is a mismatch. A rank counts as waiting when the thread that created its engine
+  // waits: as long as that thread computes, it may still submit what others wait for, whatever other threads wait for.
+  // `beside`: another thread waits while the training thread may continue. Such threads wait for one job at a time, in
+  // the same order on all ranks: it is a mismatch if all ranks wait in this way.
   void begin_wait(std::shared_ptr<Job> job, bool beside = false);
   void end_wait(const Job& job);
   // Whether this thread makes a round or runs an operation: it is in a signal handler, a finalizer or a hook, until
@@ -288,6 +288,7 @@ class Engine {
   mutable std::mutex mutex_;
   bool is_driven_ = false;                                           // there is a driver
   int n_calls_ = 0;                                                  // that wait to drive
+  int n_in_handlers_ = 0;                                            // of these, those whose threads handle a signal
   int n_sleepers_ = 0;                                               // threads that sleep until the driver's release
   bool demands_ = false;                                             // the round in progress, if any, is demanded
   std::map<std::string, std::shared_ptr<Job>> jobs_;                 // in flight

@@ -32,7 +32,7 @@ struct Lateness {
   double waited_s = 0.0;  // time waited by each of the others, on average
 };
 
-// A rank that has joined waits in two places, and only its engine knows whether the others make progress.
+// While a rank has joined, only its engine knows whether the others make progress.
 inline constexpr const char* kJoin = "join()";
 
 class StallDetector {

@@ -1,10 +1,10 @@
 """The transports of a world or of a part of one: which are created, and for which purpose.
 
-Blocking calls, asynchronous operations and the watchdog of GPUs have segments or communicators of
-their own, so that none waits for another. Between hosts their threads call MPI one at a time
-(`mpi_turn`), and make only calls that return at once. mpi4py's calls, when a world or a group is
-made, and the program's own may coincide with these: so between hosts MPI must grant THREAD_MULTIPLE
-(`require_threads`). On one host, where MPI is needed for set-up only, any thread level will do.
+All operations share one segment or communicator; the watchdog of GPUs has its own, so that neither
+waits for the other. Between hosts threads call MPI one at a time (`mpi_turn`), and make only calls
+that return at once. mpi4py's calls, when a world or a group is made, and the program's own may
+coincide with these: so between hosts MPI must grant THREAD_MULTIPLE (`require_threads`). On one
+host, where MPI is needed for set-up only, any thread level will do.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from typing import Any
@@ -105,6 +106,38 @@ def test_a_blocking_call_and_an_asynchronous_one_that_wait_for_each_other_are_an
     )
 
 
+@pytest.mark.parametrize("waits_first", ["the training thread", "another thread"])
+def test_the_training_thread_waits_whatever_other_threads_wait_for_the_same(
+    waits_first: str,
+) -> None:
+    """As with a torch.distributed Work, for which the thread of futures may wait, too."""
+
+    def rank(group: hvd.Group) -> str:
+        if group.rank == 1:
+            time.sleep(0.5)  # until both threads wait
+            with pytest.raises(hvd.MismatchError) as raised:
+                ops.barrier(group=group)
+            return str(raised.value)
+        handle = ops.allreduce_async(1.0, name="a", group=group)
+
+        def wait() -> None:
+            time.sleep(0.0 if waits_first == "another thread" else 0.2)
+            with pytest.raises(hvd.MismatchError):
+                group.synchronize(handle, beside=True)
+
+        other = threading.Thread(target=wait)
+        other.start()
+        time.sleep(0.2 if waits_first == "another thread" else 0.0)
+        with pytest.raises(hvd.MismatchError) as raised:
+            group.synchronize(handle)
+        other.join()
+        return str(raised.value)
+
+    zero, one = run_threads(2, rank)
+    assert zero.startswith("allreduce 'a' was submitted by rank 0 but not by rank 1")
+    assert one.startswith("barrier was called by rank 1 but not by rank 0")
+
+
 def test_one_thread_may_wait_for_an_operation_while_another_one_makes_a_blocking_call() -> None:
     """Even if the first one has waited for so long that its rank counts as blocked."""
     has_waited = threading.Event()
@@ -155,6 +188,41 @@ def test_a_call_inside_an_asynchronous_operation_is_refused(
         return result
 
     assert run_threads(2, rank) == [[1, 1]] * 2
+
+
+def test_a_group_is_closed_inside_an_asynchronous_operation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By a finalizer, which Python may run in any thread: what is in flight fails."""
+    groups: dict[int, hvd.Group] = {}
+    closed = threading.Event()
+    real = AllGather.move
+
+    def move(self: AllGather, part: Part, transport: Transport, headers: Any) -> Any:
+        if transport.rank == 0:
+            with pytest.raises(hvd.PeerLostError, match="in the middle of an asynchronous operati"):
+                groups[0].close()
+            closed.set()
+        return real(self, part, transport, headers)
+
+    monkeypatch.setattr(AllGather, "move", move)
+
+    def rank(group: hvd.Group) -> None:
+        groups[group.rank] = group
+        handle = ops.allgather_async(np.ones(1), name="a", group=group)
+        if group.rank == 0:
+            with pytest.raises(hvd.PeerLostError, match="in the middle of an asynchronous operati"):
+                handle.wait()
+            closed.wait(20)
+        else:
+            closed.wait(20)
+            with contextlib.suppress(hvd.PeerLostError):  # its part may be complete
+                handle.wait()
+            with pytest.raises(hvd.PeerLostError, match="rank 0 gave up"):
+                ops.barrier(group=group)
+
+    run_threads(2, rank)
+    assert closed.is_set()
 
 
 @pytest.mark.parametrize("name", ["allreduce_", "grouped_allreduce_", "broadcast_"])

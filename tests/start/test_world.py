@@ -788,6 +788,52 @@ def test_a_signal_handlers_collective_is_refused_and_the_one_under_way_goes_on(h
     assert "was shut down" in result.stdout
 
 
+@pytest.mark.launches
+def test_a_signal_handler_shuts_down_while_the_call_waits_for_the_progress_thread() -> None:
+    result = run_ranks(
+        """
+        import signal, time
+        import numpy as np
+        import horo_lite as hvd
+
+        class Interrupted(Exception):
+            pass
+
+        def interrupt(*_):
+            raise Interrupted
+
+        def shut_down(*_):
+            try:
+                hvd.shutdown()
+            except hvd.MismatchError as error:
+                print("rank 0:", str(error).partition(",")[0], flush=True)
+
+        world = hvd.init()
+        try:
+            if world.rank == 1:
+                time.sleep(1)
+            else:
+                handle = hvd.allreduce_async(np.ones(1), name="a")
+                signal.signal(signal.SIGALRM, interrupt)
+                signal.setitimer(signal.ITIMER_REAL, 0.3)
+                try:
+                    hvd.synchronize(handle)  # the progress thread announces that this rank waits
+                except Interrupted:
+                    signal.signal(signal.SIGALRM, shut_down)
+                    signal.setitimer(signal.ITIMER_REAL, 0.3)
+            hvd.barrier()
+        except hvd.HoroLiteError as error:
+            print(f"rank {world.rank}:", str(error).partition(",")[0], flush=True)
+        """,
+        2,
+    )
+    assert sorted(result.check().stdout.splitlines()) == [
+        "rank 0: allreduce 'a' was submitted by rank 0 but not by rank 1",
+        "rank 0: shutdown() was called in the middle of barrier",
+        "rank 1: barrier was called by rank 1 but not by rank 0",
+    ]
+
+
 @pytest.mark.mpi
 def test_without_shared_memory_the_ranks_say_why_and_go_on_through_mpi() -> None:
     """They give the actual cause, such as a limit, instead of a guess."""
