@@ -23,7 +23,7 @@ constexpr int kPauseFraction = 16;
 constexpr auto kLongestPause = std::chrono::microseconds(100);
 // A wait longer than any window takes is a wait for a late rank.
 constexpr int kLongFraction = 1000;
-constexpr auto kLongestOfAll = std::chrono::milliseconds(1);
+constexpr auto kLongestOfAll = std::chrono::milliseconds(5);
 constexpr auto kIdle = std::chrono::milliseconds(50);
 
 void sleep_for(Clock::duration duration) {
