@@ -183,7 +183,7 @@ class Group:
             return Handle(part.label, None, lambda: result(finish()))
         job, finish = call.submit(part, self._engine, self.transport)
         recorder.submitted(self._channel, job, call.kind, call.tensor_names, part.memory.tensors)
-        return Handle(part.label, job, lambda: result(finish()))
+        return Handle(part.label, job, lambda: result(finish()), self._check_not_inside)
 
     def _run(self, call: Call[T], part: Part) -> Finish[T]:
         """Execute a blocking call; those of other threads wait for this one."""
@@ -299,8 +299,6 @@ class Group:
             PeerLostError: A rank died, left or failed. The group can no longer be used.
         """
         self.check_usable()
-        if not handle.done():
-            self._check_not_inside()
         try:
             return handle.wait(beside)
         except DeviceError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -10,12 +11,25 @@ if TYPE_CHECKING:
 
 
 class Handle:
-    """An operation in flight; pass it to `synchronize` or `poll`."""
+    """An operation in flight; pass it to `synchronize` or `poll`.
 
-    def __init__(self, name: str, job: _native.Job | None, finish: Callable[[], Any]) -> None:
+    `finish` returns its result, once it is done; `check` raises HoroLiteError if the calling thread
+    must not wait for it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        job: _native.Job | None,
+        finish: Callable[[], Any],
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
         self.name = name
         self._job = job
-        self._finish = finish
+        self._check = check
+        self._finish: Callable[[], Any] | None = finish
+        self._result: Any = None
+        self._finishing = threading.RLock()
         self._is_void = [False]  # shared by the handles of one operation
 
     @property
@@ -31,10 +45,10 @@ class Handle:
         """Return another handle of the same operation, whose result is that of `finish`."""
 
         def both() -> Any:
-            self._finish()
+            self._finished()
             return finish()
 
-        other = Handle(self.name, self._job, both)
+        other = Handle(self.name, self._job, both, self._check)
         other._is_void = self._is_void
         return other
 
@@ -48,8 +62,20 @@ class Handle:
         `beside` means that the calling thread is not the training thread.
         """
         if self._job is not None:
+            self._check_wait()
             self._job.wait(beside)
-        return self._finish()
+        return self._finished()
+
+    def _check_wait(self) -> None:
+        if not self.done():
+            self._check()
+
+    def _finished(self) -> Any:
+        """Finish the operation, unless that has been done: several threads may wait for it."""
+        with self._finishing:
+            if self._finish is not None:
+                self._result, self._finish = self._finish(), None
+            return self._result
 
     def withdraw(self, beside: bool = False) -> bool:
         """Give the operation up on this rank; return whether that prevented its execution.
@@ -58,4 +84,5 @@ class Handle:
         Does not wait for other ranks' programs. `beside` means that the calling thread is not the
         training thread.
         """
+        self._check_wait()
         return self._job is not None and self._job.withdraw(beside)

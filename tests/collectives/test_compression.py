@@ -56,6 +56,24 @@ def test_hooks_see_every_tensor_and_may_keep_state(asynchronous: bool) -> None:
     assert run_threads(2, average) == [expected, expected]
 
 
+def test_what_follows_an_operation_is_done_once_however_often_it_is_synchronized() -> None:
+    class Halves(Compressor):
+        def prepare(self, name: str, gradient: Any) -> None:
+            gradient /= 2
+
+        def restore(self, name: str, gradient: Any) -> None:
+            gradient *= 2
+
+    def rank(group: Group) -> None:
+        x = np.full(3, group.rank + 1.0)
+        halves = Halves("halves")
+        handle = ops.allreduce_async_(x, Sum, name="x", compression=halves, group=group)
+        for _ in range(2):
+            assert group.synchronize(handle).tolist() == [3.0] * 3
+
+    run_threads(2, rank)
+
+
 def test_compressors_that_differ_are_a_mismatch() -> None:
     def reduce(group: Group) -> str:
         compression = Compression.fp16 if group.rank else Compression.bf16

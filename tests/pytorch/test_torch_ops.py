@@ -24,10 +24,12 @@ torch = pytest.importorskip("torch")
 
 import horo_lite.torch as hvd  # noqa: E402
 from horo_lite import ops  # noqa: E402
+from horo_lite.collectives.calls import AllGather  # noqa: E402
 from horo_lite.collectives.group import Group  # noqa: E402
-from horo_lite.errors import MismatchError, NotInitializedError  # noqa: E402
+from horo_lite.errors import HoroLiteError, MismatchError, NotInitializedError  # noqa: E402
 from horo_lite.state.optimizer_state import in_host_memory  # noqa: E402
 from horo_lite.torch import compression, mpi_ops  # noqa: E402
+from horo_lite.torch.distributed.work import Waiter, Work  # noqa: E402
 
 SIZES = [1, 2, 3, 4]
 INTEGERS = ["uint8", "int8", "int16", "int32", "int64"]
@@ -1238,3 +1240,30 @@ def test_all_names_of_horovods_documentation() -> None:
     for name in mpi_ops.__all__:
         assert getattr(hvd, name) is getattr(mpi_ops, name)
     assert hvd.Adasum not in (hvd.Average, hvd.Sum, hvd.Min, hvd.Max, hvd.Product)
+
+
+def test_a_work_of_torch_distributed_is_not_waited_for_inside_an_operation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By a finalizer or a signal handler: refused, and complete afterwards."""
+    groups: dict[int, Group] = {}
+    works: dict[int, Work] = {}
+    real = AllGather.move
+
+    def move(self: AllGather, part: Any, transport: Any, headers: Any) -> Any:
+        mine = np.full(1, transport.rank + 1.0)
+        handle = ops.allreduce_async_(mine, hvd.Sum, group=groups[transport.rank])
+        work = works[transport.rank] = Work(handle, [torch.from_numpy(mine)], Waiter())
+        with pytest.raises(HoroLiteError, match="while this thread was in 'allgather"):
+            work.wait()
+        return real(self, part, transport, headers)
+
+    monkeypatch.setattr(AllGather, "move", move)
+
+    def rank(group: Group) -> None:
+        groups[group.rank] = group
+        ops.allgather(np.ones(1), group=group)
+        assert works[group.rank].wait()
+        assert works[group.rank].result()[0].item() == 3
+
+    run_threads(2, rank)

@@ -134,6 +134,8 @@ class Work(dist.Work):
         try:
             value = self._handle.wait(beside)
         except Exception as failure:
+            if not (beside or self._handle.done()):  # refused, or a signal handler's: it goes on
+                raise
             error = failure
         with self._lock:
             finish, self._finish = self._finish, None
