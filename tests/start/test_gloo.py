@@ -11,10 +11,11 @@ import re
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import checks
 import numpy as np
@@ -86,6 +87,27 @@ def test_messages_are_large_since_each_needs_the_gil() -> None:
     # Its half of each of 4 windows, and the sum of that; rank 1 its whole windows, too.
     found = on_ranks(count_messages, 2, hosts="1,1", env=by_address())
     assert found == [(16, 8), (32, 12)]
+
+
+def test_two_threads_receive_from_one_channel() -> None:
+    from horo_lite.transports.gloo.carrier import GlooChannel
+
+    class Connections:
+        rank = 0
+
+        def add(self, channel: GlooChannel) -> None:
+            pass
+
+    class Taken(deque[Any]):
+        """Not empty when one thread looks, but when it takes, since the other was faster."""
+
+        def __bool__(self) -> bool:
+            return True
+
+    channel = GlooChannel(cast("Any", Connections()), [0, 1], 1)
+    channel._received = Taken()
+    channel.deliver(1, 1, b"text")
+    assert channel.receive() == [(1, 1, b"text")]
 
 
 def use_groups() -> None:
