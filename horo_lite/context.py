@@ -135,7 +135,7 @@ def leave() -> None:
 
 
 def notify_ending() -> None:
-    """Call the callbacks of `on_ending`, before leaving a world. Only `start.session` calls it."""
+    """Call the callbacks of `on_ending`, before leaving a world or waiting in join()."""
     for callback in _when_ending:
         callback()
 
@@ -156,7 +156,9 @@ def on_renewed(callback: Callable[[], object]) -> None:
 
 
 def on_ending(callback: Callable[[], object]) -> None:
-    """Register a callback for the end of the world in good order, before it is left.
+    """Register a callback for the end of this rank's part in the world's operations.
+
+    It ends in good order, before the world is left; or this rank joins, and may continue later.
 
     Args:
         callback: Completes operations that only the caller knows to be in progress.

@@ -817,6 +817,7 @@ def join() -> int:
         PeerLostError: A rank ended or failed meanwhile.
     """
     everyone, *parts = context.groups()
+    context.notify_ending()  # what is in progress is not part of what the others do without it
     errors: list[BaseException] = []
 
     def join_part(part: Group) -> None:

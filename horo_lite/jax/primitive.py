@@ -9,8 +9,8 @@ at any time: they must not be matched with a blocking call of the training threa
 
 XLA calls the handler in csrc/bindings/xla.cpp with the addresses of its buffers; arguments and
 results share memory wherever XLA can arrange it. Of an error it passes on the text only (`cause_of`
-returns the exception). JAX runs compiled functions asynchronously, so `shutdown()` and the end of
-the program wait for those in progress before they leave the world (`context.on_ending`).
+returns the exception). JAX runs compiled functions asynchronously, so `join()`, `shutdown()` and
+the end of the program wait first for those in progress (`context.on_ending`).
 """
 
 from __future__ import annotations

@@ -665,6 +665,27 @@ if rank == 0:
     assert "at the end: [4.0, 4.0, 4.0]" in result.stdout, str(result)
 
 
+def test_what_is_in_progress_counts_before_join() -> None:
+    ranks(
+        """
+@jax.jit
+def step(x, y):
+    for _ in range(20):
+        x = jnp.sin(x @ x) / x.shape[0]  # runs for long enough on rank 0
+    return hvd.allreduce(y + 0 * x[0, 0], op=hvd.Sum)
+
+large = jnp.ones((1000 if rank == 0 else 5,) * 2)
+total = step(large, jnp.full(3, rank + 1.0))
+if rank == 1:
+    assert total.tolist() == [3, 3, 3], total
+    assert step(large, jnp.full(3, 10.0)).tolist() == [10, 10, 10]
+assert hvd.join() == 1
+assert total.tolist() == [3, 3, 3], total
+""",
+        2,
+    )
+
+
 @pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "sys.exit(3)"])
 def test_a_rank_that_is_gone_while_others_wait_inside_jit(end: str) -> None:
     result = run_ranks(
