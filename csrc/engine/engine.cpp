@@ -732,6 +732,7 @@ void Engine::run(const std::string& name, Known known) {
   static const std::string others_call = "a blocking call";
   const std::string& title = job != nullptr ? job->title() : name == kProgram ? others_call : name;
   std::exception_ptr error;
+  is_quiet_ = false;  // if ranks wait for something else, they may be stuck after this
   try {
     check_alike(title, job.get(), known);
     if (std::find(known.has.begin(), known.has.end(), false) != known.has.end()) {

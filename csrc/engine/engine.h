@@ -315,7 +315,7 @@ class Engine {
   // Only for the driver.
   std::shared_ptr<Job> calling_;  // the call that drives
   bool is_announced_ = false;     // its entry
-  bool is_quiet_ = false;         // no rank announced anything in the last round
+  bool is_quiet_ = false;         // no rank announced anything in the last round, and nothing has run since
   Waits announced_waits_;         // in the last round
   bool has_run_ = false;          // an operation, since the last handshake
   std::function<void(const std::vector<uint32_t>&)> on_wait_;

@@ -106,6 +106,29 @@ def test_a_blocking_call_and_an_asynchronous_one_that_wait_for_each_other_are_an
     )
 
 
+def test_a_deadlock_is_found_also_behind_operations_that_take_their_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The ranks count as blocked before the last of these, in the handshake between them."""
+    real = AllGather.move
+
+    def move(self: AllGather, part: Part, transport: Transport, headers: Any) -> Any:
+        time.sleep(0.2)
+        return real(self, part, transport, headers)
+
+    monkeypatch.setattr(AllGather, "move", move)
+
+    def rank(group: hvd.Group) -> None:
+        handles = [ops.allgather_async(np.ones(1), name=name, group=group) for name in "abc"]
+        alone = ops.allreduce_async(1.0, name=f"of rank {group.rank}", group=group)
+        with pytest.raises(hvd.MismatchError, match="every rank is waiting"):
+            ops.synchronize(alone, group=group)
+        for handle in handles:
+            assert ops.synchronize(handle, group=group).tolist() == [1, 1]
+
+    run_threads(2, rank)
+
+
 @pytest.mark.parametrize("waits_first", ["the training thread", "another thread"])
 def test_the_training_thread_waits_whatever_other_threads_wait_for_the_same(
     waits_first: str,
