@@ -45,8 +45,10 @@ class Transform(transform.Transform):
     their number on each; they are not compressed.
     """
 
-    def __init__(self, options: Options, sparse_as_dense: bool = False) -> None:
-        super().__init__(options)
+    def __init__(
+        self, options: Options, sparse_as_dense: bool = False, title: str | None = None
+    ) -> None:
+        super().__init__(options, title=title)
         self._sparse_as_dense = sparse_as_dense
 
     @as_it_is
@@ -188,7 +190,9 @@ class DistributedGradientTape:
         options = options_of(
             op, compression, process_set, group, gradient_predivide_factor, num_groups, groups
         )
-        self._transform = Transform(options, sparse_as_dense)
+        # Ranks may trace a function, and so make a tape, at different times: it is not counted.
+        title = None if tf.executing_eagerly() else "gradients of a tape in tf.function"
+        self._transform = Transform(options, sparse_as_dense, title)
         self._averager = GradientAverager(self._transform, scale_local_gradients)
 
     def register_local_source(self, source: Any) -> None:

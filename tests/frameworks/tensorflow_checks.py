@@ -890,6 +890,22 @@ def check_mismatches_are_named(made: Maker) -> None:
         assert f"rank {SIZE - 1}" in str(raised.value)
 
 
+def check_a_rank_that_traces_anew() -> None:
+    """As where only its share of the last batch has another size than before."""
+    variable = tf.Variable([1.0, 2.0])
+
+    @tf.function
+    def step(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(variable) * tf.reduce_sum(x)
+        return hvd.DistributedGradientTape(tape, op=hvd.Sum).gradient(loss, variable)
+
+    for first in (2, 3, 2):
+        n_rows = first if RANK == 0 else 2
+        total = first + 2.0 * (SIZE - 1)
+        np.testing.assert_array_equal(step(tf.ones(n_rows)), [total, total])
+
+
 def check_order_inside_a_graph() -> None:
     """Operations run in the order of the program, though they do not depend on each other."""
 
