@@ -630,7 +630,6 @@ def test_what_strangers_write_is_an_error_on_every_rank(
 
 
 def meet_strangers(key: str, entry: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    monkeypatch.setattr("horo_lite.start.rendezvous.GRACE_S", 0.3)
     replaced = "horo_lite/0/0/come/1" if key == "come" else "horo_lite/0/0/0/1"
     places = {"failure": "horo_lite/0/0/failure", "lost": "horo_lite/0/lost"}
 
