@@ -81,9 +81,9 @@ def test_a_rank_is_late() -> None:
 @pytest.mark.parametrize(
     ("job", "told"), [("killed_while_another_is_ahead", 1), ("interrupted_at_the_first_use", 2)]
 )
-def test_a_rank_waits_in_a_call_of_the_gpu(job: str, told: int) -> None:
+def test_a_rank_waits_in_a_call_of_the_gpu(job: str, told: int, tmp_path: Path) -> None:
     options = that_leave_survivors()
-    result = run_ranks(program(job), 2, env=environment(), timeout_s=45, options=options)
+    result = run_ranks(program(job), 2, env=environment(tmp_path), timeout_s=45, options=options)
     assert result.stdout.count("told") == told, str(result)
 
 
