@@ -174,6 +174,7 @@ void NcclGroup::close() {
 // Destroying waits for the other ranks; a failed communicator is already aborted.
 void NcclGroup::leave() {
   if (comm_ == nullptr || failed_) return;
+  check_signals_ = {};  // a destructor must not throw
   try {
     const Device::Current current(device_, index_);
     // The communicator's memory must not be freed while its kernels use it, however late the GPU is. Who learns that a

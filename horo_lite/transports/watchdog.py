@@ -380,10 +380,9 @@ class Watchdog:
         """Return whether no rank may leave yet, since some GPU is still at what all have queued.
 
         A GPU may be behind by minutes, and the others' parts are needed until it has read them.
+        Ranks with a notice are not waited for: what is queued alone never ends.
         """
-        if any(announced):  # what is queued alone never ends
-            return False
-        is_idle = all(stream.is_idle() for stream in self._streams)
+        is_idle = announced[self._transport.rank] or all(s.is_idle() for s in self._streams)
         headers = self._transport.agree(0, int(is_idle), label="the end of the GPUs' work")
         idle = [bool(header.count) for header in headers]
         what = "the end of the GPUs' work" if is_idle and not all(idle) else ""
