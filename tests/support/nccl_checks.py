@@ -743,6 +743,23 @@ def shuts_down_behind_a_busy_gpu() -> None:
     assert np.all(x._memory == sum(range(1, group.size + 1)))
 
 
+def leaves_beside_one_call_too_many() -> None:
+    """What all ranks queued is done, although one has queued more and the other leaves."""
+    group = start()
+    usable(group)
+    x = on_gpu(np.full(1000, RANK + 1))
+    x.queue(lambda _: time.sleep(1))
+    ops.allreduce_(x, Sum, group=group)
+    if RANK == 0:
+        y = on_gpu(np.ones(1000))
+        settles(lambda: ops.allreduce_(y, Sum, group=group), hvd.PeerLostError, "rank 1 has left")
+    else:
+        hvd.shutdown()
+    assert np.all(x._memory == sum(range(1, group.size + 1)))
+    print("all is well", flush=True)
+    os._exit(0)
+
+
 def late_at_the_first_use() -> None:
     """NCCL connects at the first operation of a kind, whose time is no limit for late ranks."""
     group = start(NCCL_TIMEOUT_S="1")

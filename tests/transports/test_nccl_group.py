@@ -68,6 +68,12 @@ def test_one_call_ahead_at_the_end() -> None:
 
 
 @pytest.mark.launches
+def test_what_all_have_queued_is_done_though_a_rank_leaves_early() -> None:
+    result = run_ranks(program("leaves_beside_one_call_too_many"), 2, env=environment())
+    assert result.stdout.count("all is well") == 2, str(result)
+
+
+@pytest.mark.launches
 def test_a_rank_is_late() -> None:
     """The other has queued an operation, and waits in a call that only the GPU can complete."""
     result = run_ranks(program("stalled"), 2, env=environment(), timeout_s=30)
