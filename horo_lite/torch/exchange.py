@@ -120,7 +120,6 @@ class GradientExchange:
         self.active = self.group is not None and self.group.size > 1
         self.slots: list[Slot] = []
         self._seen: list[Any] = []  # their parameters
-        self._unhooked: list[Slot] = []
         self._step = Step()
         self._pass = BackwardPass()  # the current or next one
         self._drift.reset_counts()
@@ -198,7 +197,7 @@ class GradientExchange:
         ]
 
     def look_at_parameters(self, *, with_gradients: bool = False) -> None:
-        """Update the slots to the current parameters, and register missing hooks if possible.
+        """Update the slots to the current parameters, and register missing hooks.
 
         Existing gradients of new parameters take part in the next exchange only `with_gradients`.
         """
@@ -222,11 +221,10 @@ class GradientExchange:
             _release(former := {i: self._of_id.pop(i) for i in gone})
             for slot in former.values():
                 self._names.pop(slot.parameter, None)
-            self._unhooked = [slot for slot in self.slots if slot.hook is None]
             self.reducer.bind([(slot.name, slot) for slot in self.slots], self._together())
             self._seen = parameters
             self._make_views()
-        self._add_hooks()
+            self._add_hooks()
 
     def _check_owned_once(self, named: list[tuple[str, Any]]) -> None:
         here: set[int] = set()
@@ -244,13 +242,19 @@ class GradientExchange:
                 )
 
     def _add_hooks(self) -> None:
-        for slot in [slot for slot in self._unhooked if slot.parameter.requires_grad]:
+        for slot in self.slots:
+            parameter = slot.parameter
+            can_have = parameter.is_floating_point() or parameter.is_complex()
+            if slot.hook is not None or not can_have or parameter.is_inference():
+                continue
+            requires_grad = parameter.requires_grad
+            parameter.requires_grad_(True)  # a frozen one refuses hooks, and may be unfrozen later
             hook = _hook(weakref.ref(self), slot)
-            slot.hook = slot.parameter.register_post_accumulate_grad_hook(hook)
-            slot.attributes = slot.parameter.__dict__
+            slot.hook = parameter.register_post_accumulate_grad_hook(hook)
+            slot.attributes = parameter.__dict__
             if self.op is not Average:
-                slot.zeros_hook = slot.parameter.register_hook(_begin_if_zero(slot))
-            self._unhooked.remove(slot)
+                slot.zeros_hook = parameter.register_hook(_begin_if_zero(slot))
+            parameter.requires_grad_(requires_grad)
 
     def _together(self) -> list[int]:
         groups = self.options.groups or self.options.num_groups
@@ -351,7 +355,6 @@ class GradientExchange:
         """Exchange what is complete: the outermost backward() is about to return."""
         with self._lock:
             self._pass = BackwardPass()
-            self._look_for_unhooked()
             if any(slot.touched and slot.passes >= self.passes for slot in self.slots):
                 self.exchange()
 
@@ -388,6 +391,7 @@ class GradientExchange:
         if self._step.weight_is_used and not self._is_stepping:
             self._step.weight = None
         self.begin()
+        self.look_at_parameters()  # before backward(), which sends only what has a hook
 
     def take_zeros(self) -> None:
         """Accept the zeros of zero_grad(), so that a hook does not take them for an addition."""
@@ -426,7 +430,6 @@ class GradientExchange:
         """Return whether there are gradients that no backward() has exchanged."""
         # A parameter added to param_groups has a gradient that no hook has seen.
         self.look_at_parameters(with_gradients=True)
-        self._look_for_unhooked()
         for slot in self.slots:
             slot.touched = slot.touched or self._is_by_hand(slot)
         return any(slot.touched for slot in self.slots)
@@ -556,18 +559,6 @@ class GradientExchange:
             like=_loss_like,
         )
 
-    def _look_for_unhooked(self) -> None:
-        """Find gradients without a hook, such as those of a master copy of the weights."""
-        for slot in self._unhooked:
-            gradient = slot.parameter.grad
-            if gradient is None:
-                continue
-            if getattr(gradient, _TAKEN, None) != gradient._version:
-                slot.touched = True
-                slot.passes = max(slot.passes, 1)
-        if self._unhooked:
-            self.look_at_parameters(with_gradients=True)
-
     def exchange(self, in_step: bool = False) -> None:
         reducer = self.reducer
         touched = [slot for slot in self.slots if slot.touched]
@@ -589,7 +580,7 @@ class GradientExchange:
         for slot in touched:
             if not n_ready[slot.index]:
                 slot.move_to_shared_memory()
-        by_hand = [s for s in self.slots if s.touched and (s.hook is None or s.passes == 0)]
+        by_hand = [slot for slot in touched if slot.passes == 0]
         self._use_weight()
         try:
             common = reducer.finish(note)
@@ -614,7 +605,7 @@ class GradientExchange:
             self._step.is_due = False
             for slot in self.slots:
                 if slot.touched:
-                    is_computed = slot.hook is not None and slot.passes > 0
+                    is_computed = slot.passes > 0
                     slot.end_exchange()
                     if not is_computed:
                         self._mark(slot, _BY_HAND if slot in by_hand else _COMPUTED)

@@ -1064,6 +1064,24 @@ def test_parameters_added_later_unfrozen_and_shared() -> None:
         assert_same_weights(net, alone)
 
 
+@pytest.mark.parametrize("comes", ["unfrozen", "put into param_groups"])
+def test_parameters_that_come_later_are_averages_when_backward_returns(comes: str) -> None:
+    """Also if no other parameter has a gradient: what is clipped next are averages."""
+
+    def rank(group: Group) -> list[float]:
+        frozen, new = nn.Parameter(torch.ones(3), requires_grad=False), nn.Parameter(torch.ones(3))
+        optimizer = wrap(torch.optim.SGD([frozen], lr=1.0), group)
+        if comes == "unfrozen":
+            new = frozen.requires_grad_(True)
+        else:
+            optimizer.param_groups[0]["params"] = [new]
+        optimizer.zero_grad()
+        ((group.rank + 1.0) * new).sum().backward()
+        return new.grad.tolist()
+
+    assert run_threads(2, rank) == [[1.5] * 3] * 2
+
+
 @pytest.mark.parametrize("op", [Average, Sum])
 @pytest.mark.parametrize("replaces", [True, False])
 def test_parameters_put_into_param_groups_by_hand(replaces: bool, op: Any) -> None:
