@@ -514,6 +514,11 @@ class GradientExchange:
             else:
                 if not self._is_skipping:
                     self._flush_in_step()
+                elif self.takes_part and self._is_left():
+                    raise RuntimeError(
+                        "skip_synchronize() without synchronize(): every rank would step with its "
+                        "own gradients. Call synchronize() first"
+                    )
                 self._check_rates()
             result = step(*args, **kwargs)
         finally:

@@ -264,7 +264,10 @@ class _DistributedOptimizer(Sharing):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Disable the exchange in step(), for scripts that call `synchronize()` themselves."""
+        """Disable the exchange in step(), for scripts that call `synchronize()` themselves.
+
+        A step() in the block is a RuntimeError if gradients have not been exchanged.
+        """
         with self._exchange.skipping():
             yield
 
