@@ -6,7 +6,7 @@ import os
 import pickle
 import sys
 import threading
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -110,9 +110,9 @@ class Group:
         self._streams: tuple[CommunicationStream, CommunicationStream] | None = None
         self._lock = threading.RLock()
         self._running = 0  # the thread whose blocking call has the lock
-        self._unnamed: Counter[str] = Counter()
+        self._unnamed: defaultdict[str, int] = defaultdict(int)
         self._n_failed = 0
-        self._count_lock = threading.Lock()
+        self._count_lock = threading.RLock()  # a signal handler may count in the middle of it
         self.counting: WeakSet[Counting] = WeakSet()
         self.kept: dict[object, Any] = {}
         """State that functions keep between calls, each under its own key."""
@@ -440,9 +440,12 @@ class Group:
         except GROUP_IS_LOST:
             if not was_given_up:  # otherwise a blocking call has already raised it
                 raise
-        except KeyboardInterrupt:  # do not wait for the GPU
-            for stream in self._streams or ():
-                stream.fail("shutdown() was interrupted")
+        except BaseException as error:
+            # A round may be in progress, and MPI may still write to its memory.
+            give_up_unless_alike(self.transport, error)
+            if isinstance(error, KeyboardInterrupt):  # do not wait for the GPU
+                for stream in self._streams or ():
+                    stream.fail("shutdown() was interrupted")
             raise
         finally:
             for stream in self._streams or ():
@@ -545,10 +548,10 @@ class Group:
         n_failed = 0 if self._engine is None else self._engine.n_failed
         with self._count_lock:
             if n_failed != self._n_failed:
-                self._unnamed.clear()
                 self._n_failed = n_failed
-            self._unnamed[kind] += 1
-            return self._unnamed[kind]
+                self._unnamed.clear()
+            number = self._unnamed[kind] = self._unnamed[kind] + 1
+            return number
 
     def busy_s(self) -> float:
         """Return the CPU time that exchanges of asynchronous calls have used, in seconds."""

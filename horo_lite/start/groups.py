@@ -11,8 +11,10 @@ import numpy as np
 from horo_lite import _native, arguments, context
 from horo_lite.collectives.calls import AllGatherBytes, Part
 from horo_lite.collectives.group import Group, NullGroup
+from horo_lite.errors import MismatchError
 from horo_lite.start import ending, mpi, session
 from horo_lite.transports import connect
+from horo_lite.transports.agreement import explain
 from horo_lite.transports.gloo.connections import GlooConnections
 from horo_lite.transports.peers import ObjectCommunicator
 
@@ -64,6 +66,7 @@ def new_group_of_members(ranks: Sequence[int], name: str) -> Group:
         The group.
 
     Raises:
+        MismatchError: On every rank, if MPI has connected ranks that create different groups.
         PeerLostError: A rank died or left during this.
         NotInitializedError: There is no world.
     """
@@ -74,6 +77,9 @@ def new_group_of_members(ranks: Sequence[int], name: str) -> Group:
         members = here.comm.Get_group().Incl(ranks)
         comm = here.comm.Create_group(members, tag=number % (1 << 15))
         members.Free()
+        whose = comm.allgather(f"{name} of ranks {list(ranks)}")
+        if len(set(whose)) > 1:  # created at the same time, with the same tag
+            raise MismatchError(explain("new_group", whose, ranks))
     elif len(ranks) > 1:
         comm = _Members(ranks, number)
     return _connected(comm, ranks)

@@ -177,8 +177,9 @@ def explain(label: str, descriptions: Sequence[str], ranks: Sequence[int] = ()) 
         whose.setdefault(text, []).append(ranks[rank] if ranks else rank)
     who = "; ".join(f"{ranks_in_words(ranks)}: {text}" for text, ranks in whose.items())
     # Asynchronous operations are matched by name, in any order; the first line is the label.
-    # Those without a name are numbered, in horo_lite.torch as Horovod's: 'noname.1'.
-    if re.search(r"( number |'noname\.)\d", label):
+    # Those without a name are numbered, in horo_lite.torch as Horovod's: 'noname.1'. What is in
+    # quotes otherwise is the user's.
+    if re.match(r"[^']*( number |'noname\.)\d", label):
         advice = (
             "Operations without a name are matched by their number: every rank must begin them "
             "in the same order, or give them names (name=)."

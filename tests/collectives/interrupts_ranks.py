@@ -128,3 +128,27 @@ def be_late(operation, phase, how, operate, group, notes):
         thread.join()
     notes.write("rank 1 is through")
     notes.move_until("rank 0 has looked", at_most_s=30.0)
+
+
+def shutdown_early(folder):
+    from horo_lite.transports.mpi.carrier import MpiCarrier
+
+    earlier, notes = list(MpiCarrier.in_use), Notes(folder)
+    world = hvd.init(device="cpu")
+    hvd.barrier()
+    if world.rank == 0:
+        hvd.allreduce_async(np.ones(3), name="only here")
+        threading.Thread(target=end_soon, args=("interrupt", None, notes), daemon=True).start()
+        notes.write("rank 1 is late")
+        with pytest.raises(KeyboardInterrupt):
+            hvd.shutdown()
+        carriers = [one for one in MpiCarrier.in_use if one not in earlier]
+        assert not any(one._is_closed for one in carriers), "MPI may still write to its memory"
+        notes.write("rank 0 has ended its call")
+    else:
+        notes.wait_for("rank 0 has ended its call")
+        with pytest.raises(hvd.PeerLostError, match="KeyboardInterrupt"):
+            hvd.barrier()
+        hvd.shutdown()
+    hvd.init(device="cpu")
+    assert hvd.allreduce(1.0, hvd.Sum) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 from typing import Any
@@ -17,6 +18,7 @@ from worlds import on_ranks
 import horo_lite as hvd
 from horo_lite import _native, ops
 from horo_lite.collectives.calls import AllGather, Part
+from horo_lite.collectives.group import Group
 from horo_lite.transports import Transport
 from horo_lite.transports.agreement import explain
 
@@ -82,6 +84,33 @@ def test_only_a_mismatch_of_unnamed_operations_advises_their_order(name: str) ->
         assert "in the same order, or give them names" in unnamed
     # As horo_lite.torch names them.
     assert "give them names" in explain("allreduce 'noname.1'", ["", "float32[2]"])
+    assert "Operations of one name" in explain("allreduce 'layer number 1'", ["\na", "\nb"])
+
+
+def test_unnamed_calls_of_a_signal_handler_in_the_middle_of_one_have_numbers_of_their_own() -> None:
+    def rank(group: hvd.Group) -> list[Any]:
+        handles: list[Any] = []
+
+        def trace(frame: Any, event: str, _: Any) -> Any:
+            if frame.f_code is Group.new_number.__code__:
+                return at_line
+            return None
+
+        def at_line(frame: Any, event: str, _: Any) -> Any:
+            if event == "line":  # as if a signal's handler were called there
+                handles.append(ops.allreduce_async(len(handles) + 1.0, hvd.Sum, group=group))
+            return at_line
+
+        sys.settrace(trace)
+        try:
+            handles.append(ops.allreduce_async(100.0, hvd.Sum, group=group))
+        finally:
+            sys.settrace(None)
+        return [float(ops.synchronize(handle, group=group)) for handle in handles]
+
+    for results in run_threads(2, rank):
+        assert len(results) > 4
+        assert results == [2.0 * k for k in range(1, len(results))] + [200.0]
 
 
 def test_a_blocking_call_and_an_asynchronous_one_that_wait_for_each_other_are_an_error() -> None:

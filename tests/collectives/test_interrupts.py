@@ -21,3 +21,9 @@ def test_memory_given_back_keeps_its_content(
     operation: str, phase: str, how: str, tmp_path: Path
 ) -> None:
     on_ranks(interrupts_ranks.end_early, 2, operation, phase, how, tmp_path, hosts="1,1")
+
+
+@pytest.mark.served
+@pytest.mark.mpi
+def test_an_interrupted_shutdown_keeps_the_memory_of_its_round(tmp_path: Path) -> None:
+    on_ranks(interrupts_ranks.shutdown_early, 2, tmp_path, hosts="1,1")

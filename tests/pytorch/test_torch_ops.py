@@ -1267,3 +1267,35 @@ def test_a_work_of_torch_distributed_is_not_waited_for_inside_an_operation(
         assert works[group.rank].result()[0].item() == 3
 
     run_threads(2, rank)
+
+
+def test_a_future_that_a_signal_handler_requests_in_the_middle_of_another_request() -> None:
+    """One thread completes both, in the order of requests."""
+
+    def rank(group: Group) -> None:
+        waiter, futures = Waiter(), []
+
+        def request() -> Any:
+            handle = ops.allreduce_async(1.0, hvd.Sum, group=group)
+            return Work(handle, [torch.ones(1)], waiter).get_future()
+
+        def trace(frame: Any, event: str, _: Any) -> Any:
+            return at_line if frame.f_code is Waiter.put.__code__ else None
+
+        def at_line(frame: Any, event: str, _: Any) -> Any:
+            if event == "line":  # as if a signal's handler were called there
+                futures.append(request())
+            return at_line
+
+        sys.settrace(trace)
+        try:
+            futures.append(request())
+        finally:
+            sys.settrace(None)
+        for future in futures:
+            future.wait()
+        assert len(futures) > 4
+        waiter.close()
+
+    run_threads(2, rank)
+    assert not [each for each in threading.enumerate() if each.name == "horo_lite futures"]

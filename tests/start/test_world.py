@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from launch import PATIENCE, Result, environment, mpi_name, mpiexec_path, run_ranks
@@ -870,3 +871,24 @@ def test_without_shared_memory_the_ranks_say_why_and_go_on_through_mpi() -> None
     result = run_ranks(body, 2).check()
     warning = r"cannot share memory \(rank 1: .*Too many open files: raise `ulimit -n`\)"
     assert re.search(warning, result.stderr), str(result)
+
+
+def groups_of_one_tag() -> None:
+    from horo_lite.start import groups
+
+    world = hvd.init(device="cpu")
+    real, groups._native = groups._native, SimpleNamespace(hash64=lambda _: 7)
+    try:
+        with pytest.raises(hvd.MismatchError, match=r"rank 0: a of ranks \[0, 1\]; rank 1: b"):
+            groups.new_group_of_members([0, 1], "ab"[world.rank])
+        group = groups.new_group_of_members([0, 1], "c")
+    finally:
+        groups._native = real
+    assert hvd.allreduce(1.0, hvd.Sum, group=group) == 2
+
+
+@pytest.mark.served
+@pytest.mark.mpi
+def test_groups_that_mpi_mixes_up_are_an_error() -> None:
+    """If their tags, which are hashes of their names, are equal by chance."""
+    on_ranks(groups_of_one_tag, 2, hosts="1,1")

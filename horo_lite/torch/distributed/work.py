@@ -52,7 +52,7 @@ class Work(dist.Work):
         self._waiter = waiter
         self._timeout_s = timeout_s
         self._finish = finish
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may wait in the middle of it
         self._is_settled = False
         self._error: Exception | None = None
         self._value: Any = None
@@ -200,17 +200,17 @@ class Waiter:
     def __init__(self) -> None:
         self._works: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may put a work in the middle of it
         _waiters.add(self)
 
     def put(self, work: Work) -> None:
         """Settle the work and complete its future, after those before it."""
         with self._lock:
             if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="horo_lite futures", daemon=True
-                )
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="horo_lite futures", daemon=True)
+                if self._thread is None:  # still: see `_lock`
+                    self._thread = thread
+                    thread.start()
             self._works.put(work)
 
     def is_this_thread(self) -> bool:
