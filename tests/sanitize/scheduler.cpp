@@ -177,6 +177,14 @@ void kill(int rank) {
   }
 }
 
+// As if the process was stopped for a while, or busy.
+void leap() {
+  now_ns += kLeapNs;
+  for (const auto& thread : threads) {
+    if (thread->state == Thread::kWaiting && thread->deadline <= now_ns) end_wait(*thread, true);
+  }
+}
+
 // Precedes each operation.
 void operation(const char* what, const void* address, void* place) {
   if (self == nullptr) return;
@@ -186,12 +194,7 @@ void operation(const char* what, const void* address, void* place) {
   ++totals.operations;
   if (++n_operations > kMostOperations) finding("no end");
   if (self->rank == victim && --n_until_death == 0) kill(victim);
-  if (leap_in != 0 && dice.one_in(leap_in)) {  // as if the process was stopped for a while
-    now_ns += kLeapNs;
-    for (const auto& thread : threads) {
-      if (thread->state == Thread::kWaiting && thread->deadline <= now_ns) end_wait(*thread, true);
-    }
-  }
+  if (leap_in != 0 && dice.one_in(leap_in)) leap();
   if (by_priority && std::find(changes.begin(), changes.end(), n_operations) != changes.end())
     self->priority = --lowest;
   pass_turn();
@@ -412,6 +415,8 @@ void run(uint64_t number, const std::function<void()>& body) {
   }
   self = nullptr;
 }
+
+void take_time() { leap(); }
 
 void set_rank(int rank) { self->rank = rank; }
 

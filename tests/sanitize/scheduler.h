@@ -38,6 +38,8 @@ struct Dice {
 void run(uint64_t seed, const std::function<void()>& body);
 // Whether a time-out may end a wait although no other thread can run.
 inline std::function<bool()> may_time_out;
+// Lets more time pass than a thread waits before it counts as blocked.
+void take_time();
 // The rank of this thread, and of those that it starts from now on.
 void set_rank(int rank);
 // A process ID for the rank, as its peers see it; they notice its end like that of a process.

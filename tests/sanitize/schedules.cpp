@@ -227,6 +227,7 @@ Pending job_of(Member& me, const std::string& name, int step, int number_in_step
     expect(std::all_of(entries.begin(), entries.end(), [&](const Entry& e) { return e.digest == number; }),
            "entries of other operations were matched with operation " + std::to_string(number));
     me.has_run().push_back(number);
+    if (Dice{me.world.base ^ number}.one_in(8)) schedule::take_time();
     add_up(me, number, values);
   };
   job.describe = [] { return ""; };
@@ -370,6 +371,11 @@ void stuck(Member& me, int step) {
   const uint64_t way = common() % 4;
   const bool calls = way < 2 && (me.rank == odd) == (way == 0);
   const std::string name = way >= 2 ? "only of " + std::to_string(me.rank) : "bucket";
+  // Of these, some may still have to be run when all ranks wait.
+  std::vector<Pending> all_submit;
+  for (auto n = common() % 3; n > 0; --n) {
+    all_submit.push_back(submit(me, "all " + std::to_string(n), step, static_cast<int>(n) + 1));
+  }
   ++me.world.n_stuck;
   ++me.n_failed;
   if (way == 3) {  // only threads beside the program wait, and a call that has not been made by all stays
@@ -378,7 +384,9 @@ void stuck(Member& me, int step) {
       --me.world.n_stuck;
     });
     if (me.rank != odd) other.join();
-    return call(me, "barrier", step, 0, me.size);
+    call(me, "barrier", step, 0, me.size);
+    for (const Pending& each : all_submit) await(me, each, me.size);
+    return;
   }
   const std::string text = thrown_by<Mismatch>([&] {
     if (calls) return call(me, "barrier", step, 0, me.size);
@@ -387,6 +395,7 @@ void stuck(Member& me, int step) {
   --me.world.n_stuck;
   expect(contains(text, (calls ? "barrier was called by" : name + " was submitted by")),
          "who makes which call: " + text);
+  for (const Pending& each : all_submit) await(me, each, me.size);
 }
 
 // An operation that fails on all ranks, or only on the one that is to be lost.
