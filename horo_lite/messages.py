@@ -256,7 +256,7 @@ class Messages:
                 if gone or time.monotonic() - checked > CHECK_S:
                     checked = time.monotonic()
                     self._check_finished(message, awaited)
-                    transport.check_peer(awaited[0] if gone else -1, message.name)
+                    transport.members.check_peers(message.name, awaited[0] if gone else -1)
                     waiting.report_if_due(message.name, [self._rank], awaited)
             went_well = True
         finally:
@@ -297,7 +297,7 @@ class Messages:
                 return not message.is_over
             detector.check()
             self._check_finished(message, awaited)
-            self._transport.check_peer(-1, message.name)
+            self._transport.members.check_peers(message.name)
         except HoroLiteError:
             return True
         return False
@@ -310,7 +310,7 @@ class Messages:
 
     def _have_left(self, ranks: list[int]) -> bool:
         """Return whether all of these ranks have left; what they sent before has then arrived."""
-        return all(self._transport.has_left(rank, self._n_received[rank]) for rank in ranks)
+        return all(self._transport.members.has_left(rank, self._n_received[rank]) for rank in ranks)
 
     def progress(self) -> None:
         """Do everything that is possible without waiting."""
@@ -364,19 +364,19 @@ class Messages:
         Ranks that have left do not want them any more.
         """
         transport, detector = self._transport, self._transport.stall_detector
-        if detector is None or transport.given_up() or not self._mailbox.undelivered():
+        if detector is None or transport.members.given_up() or not self._mailbox.undelivered():
             return
         waiting, checked, went_well = detector.wait(), 0.0, False
         try:
             while peers := [
                 peer
                 for peer in self._mailbox.undelivered()
-                if peer in self._latest and not transport.has_left(peer, sys.maxsize)
+                if peer in self._latest and not transport.members.has_left(peer, sys.maxsize)
             ]:
                 if time.monotonic() - checked > CHECK_S:
                     checked = time.monotonic()
                     name = f"shutdown(), after {self._latest[peers[0]]} that has not arrived"
-                    transport.check_peer(-1, name)
+                    transport.members.check_peers(name)
                     waiting.report_if_due(name, [self._rank], peers)
                 self._mailbox.wait(CHECK_S)
             went_well = True

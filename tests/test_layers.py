@@ -50,7 +50,7 @@ def test_that_check_sees_what_it_is_for() -> None:
         "world.group.transport.name == 'shm'",
     ):
         assert list(knowledge_of_transports(line)), line
-    assert not list(knowledge_of_transports("transport.announce(what, 1.0)"))
+    assert not list(knowledge_of_transports("transport.members.announce(what, 1.0)"))
 
 
 WRITERS = {"write_text", "write_bytes", "mkdir", "makedirs", "mkfifo", "mknod", "symlink"}

@@ -18,7 +18,7 @@
 #include "bindings/stall_detector.h"
 #include "bindings/tensors.h"
 #include "engine/engine.h"
-#include "engine/engine_group.h"
+#include "engine/rank_group.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -240,7 +240,7 @@ void bind_engine(nb::module_& m) {
   nb::class_<Engine>(m, "Engine", "Matches the operations of a group across its ranks, and runs them.")
       .def_static(
           "over",
-          [](const std::shared_ptr<EngineGroup>& group, std::vector<int> ranks, Explain explain) {
+          [](const std::shared_ptr<RankGroup>& group, std::vector<int> ranks, Explain explain) {
             return new_engine(group->engine_channel(group), std::move(ranks), explain);
           },
           "group"_a, "ranks"_a, "explain"_a)
@@ -256,7 +256,7 @@ void bind_engine(nb::module_& m) {
       .def("drain", &Engine::drain, nb::call_guard<WithoutGil>())
       .def(
           "submit_allreduce",
-          [](const std::shared_ptr<Engine>& engine, const std::shared_ptr<EngineGroup>& group, const std::string& name,
+          [](const std::shared_ptr<Engine>& engine, const std::shared_ptr<RankGroup>& group, const std::string& name,
              uint64_t digest, Function<nb::object(Headers)> function, PyTensors tensors, const std::string& op,
              const std::string& wire, double prescale, double scale, int64_t count, double weight, Describe describe,
              Participate participation, const std::vector<ptrdiff_t>& distances, const Tensors* changes) {
@@ -267,7 +267,7 @@ void bind_engine(nb::module_& m) {
               if (counts_differ(entries)) return otherwise(entries);
               auto [weights, divisor] = weighting(op, weights_of(entries));
               weights = multiplied(std::move(weights), prescale, entries.size());
-              group->reduce(refs->refs(), op, wire, weights, {scale, divisor}, distances);
+              group->allreduce(refs->refs(), op, wire, weights, {scale, divisor}, distances);
             };
             engine->submit(job->job);
             return job;

@@ -191,7 +191,7 @@ struct PyHostsBroadcast {
 };
 
 // A group of ranks on several hosts, and the objects that it works on.
-struct PyHostsGroup : EngineGroup {
+struct PyHostsGroup : RankGroup {
   std::shared_ptr<PyShmGroup> host;
   std::shared_ptr<ControlChannel> wake_ups;  // of the engines' group
   HostsGroup hosts;
@@ -206,13 +206,30 @@ struct PyHostsGroup : EngineGroup {
     hosts.set_on_idle(check_signals);
   }
 
-  std::unique_ptr<Channel> engine_channel(const std::shared_ptr<EngineGroup>& self) override {
-    return std::make_unique<HostsChannel>(std::shared_ptr<HostsGroup>(self, &hosts), wake_ups);
-  }
-  void reduce(const std::vector<TensorRef>& tensors, Op op, Wire wire, const std::vector<double>& weights,
-              Factor factor, const std::vector<ptrdiff_t>&) override {
+  int rank() const override { return hosts.rank(); }
+  int size() const override { return hosts.size(); }
+  std::string label() const override { return hosts.peers().label(); }
+  std::vector<Header> agree(const std::string& label, const Header& mine) override { return hosts.agree(label, mine); }
+  void allreduce(const std::vector<TensorRef>& tensors, Op op, Wire wire, const std::vector<double>& weights,
+                 Factor factor, const std::vector<ptrdiff_t>&) override {
     hosts.allreduce(tensors, op, wire, weights, factor);
   }
+  void reduce_scatter(const std::vector<std::vector<TensorRef>>& parts, Op op, Wire wire,
+                      const std::vector<double>& weights, Factor factor) override {
+    hosts.reduce_scatter(parts, op, wire, weights, factor);
+  }
+  std::unique_ptr<Channel> engine_channel(const std::shared_ptr<RankGroup>& self) override {
+    return std::make_unique<HostsChannel>(std::shared_ptr<HostsGroup>(self, &hosts), wake_ups);
+  }
+  void check_peers(int awaited, const std::string& name) override { hosts.peers().check_one(awaited, name); }
+  bool has_left(int rank, int64_t n_records) override { return hosts.peers().has_left(rank, n_records); }
+  void abandon(const std::string& reason) override { hosts.abandon(reason); }
+  void leave(const std::string& reason) override { hosts.peers().leave(reason); }
+  bool given_up() const override { return hosts.given_up(); }
+  void announce(const std::string& what, double expect_s) override { hosts.peers().announce(what, expect_s); }
+  std::vector<int> peer_pids(bool silent) const override { return host->peer_pids(silent); }
+  bool claim_report() override { return host->claim_report(); }
+  bool peer_reports() override { return host->peer_reports(); }
 };
 
 }  // namespace
@@ -345,7 +362,7 @@ void bind_hosts(nb::module_& m) {
           },
           "tensors"_a, "root"_a, "label"_a);
 
-  nb::class_<PyHostsGroup, EngineGroup>(m, "HostsGroup", "The ranks of several hosts.")
+  nb::class_<PyHostsGroup, RankGroup>(m, "HostsGroup", "The ranks of several hosts.")
       .def(nb::init<std::shared_ptr<PyShmGroup>, const std::shared_ptr<Carrier>&,
                     const std::shared_ptr<ControlChannel>&, std::vector<std::vector<int>>, int, size_t, uintptr_t,
                     std::shared_ptr<PyStallDetector>, std::vector<int>, std::vector<std::string>>(),
@@ -355,43 +372,6 @@ void bind_hosts(nb::module_& m) {
           "for_engine",
           [](PyHostsGroup& g, std::shared_ptr<ControlChannel> wake_ups) { g.wake_ups = std::move(wake_ups); },
           "wake_ups"_a)
-      .def_prop_ro("label", [](const PyHostsGroup& g) { return g.hosts.peers().label(); })
-      .def(
-          "agree",
-          [](PyHostsGroup& g, const std::string& label, uint64_t digest, int64_t count, double weight) {
-            std::vector<Header> headers;
-            {
-              const WithoutGil release;
-              headers = g.hosts.agree(label, {digest, count, weight, 0, 0});
-            }
-            std::vector<std::tuple<uint64_t, int64_t, double>> result;
-            for (const Header& h : headers) result.emplace_back(h.digest, h.count, h.weight);
-            return result;
-          },
-          "label"_a, "digest"_a, "count"_a = 0, "weight"_a = 1.0)
-      .def(
-          "allreduce",
-          [](PyHostsGroup& g, const Tensors& tensors, const std::string& op, const std::string& wire, double prescale,
-             double scale, double divisor, const std::vector<double>& weights) {
-            const WithoutGil release;
-            const auto multipliers = multiplied(weights, prescale, g.hosts.size());
-            g.hosts.allreduce(tensors.refs(), op_of(op), wire_of(wire), multipliers, {scale, divisor});
-          },
-          "tensors"_a, "op"_a, "wire"_a, "prescale"_a = 1.0, "scale"_a = 1.0, "divisor"_a = 1.0,
-          "weights"_a = std::vector<double>())
-      .def(
-          "reduce_scatter",
-          [](PyHostsGroup& g, ListOf<PyTensors> parts, const Tensors& result, const std::string& op,
-             const std::string& wire, double prescale, double scale, double divisor,
-             const std::vector<double>& weights) {
-            const auto refs = parts_with_result(parts, g.hosts.size(), g.hosts.rank(), result);
-            const WithoutGil release;
-            const auto multipliers = multiplied(weights, prescale, g.hosts.size());
-            g.hosts.reduce_scatter(refs, op_of(op), wire_of(wire), multipliers, {scale, divisor});
-          },
-          "parts"_a, "result"_a, "op"_a, "wire"_a, "prescale"_a = 1.0, "scale"_a = 1.0, "divisor"_a = 1.0,
-          "weights"_a = std::vector<double>(),
-          "Leave the reduction of parts[rank] in `result`; each part has the same sizes on all ranks.")
       .def(
           "broadcast",
           [](PyHostsGroup& g, const Tensors& tensors, int root) {
@@ -422,28 +402,7 @@ void bind_hosts(nb::module_& m) {
             g.hosts.wait(called);
           },
           "transfer"_a, nb::sig("def wait(self, transfer: Transfer | collections.abc.Callable[[], bool]) -> None"))
-      .def(
-          "check_peers",
-          [](PyHostsGroup& g, const std::string& name, int awaited) { g.hosts.peers().check_one(awaited, name); },
-          "name"_a, "awaited"_a = -1, nb::call_guard<WithoutGil>(),
-          "Raises PeerLostError if a peer has died or given up, or if `awaited` has left.")
-      .def(
-          "has_left",
-          [](PyHostsGroup& g, int rank, int64_t n_records) { return g.hosts.peers().has_left(rank, n_records); },
-          "rank"_a, "n_records"_a, nb::call_guard<WithoutGil>())
-      .def(
-          "count_record", [](PyHostsGroup& g, int peer) { g.hosts.peers().count_record(peer); }, "peer"_a)
-      .def(
-          "announce",
-          [](PyHostsGroup& g, const std::string& what, double expect_s) { g.hosts.peers().announce(what, expect_s); },
-          "what"_a, "expect_s"_a, nb::call_guard<WithoutGil>())
-      .def(
-          "abandon", [](PyHostsGroup& g, const std::string& reason) { g.hosts.abandon(reason); }, "reason"_a,
-          nb::call_guard<WithoutGil>())
-      .def(
-          "leave", [](PyHostsGroup& g, const std::string& reason) { g.hosts.peers().leave(reason); }, "reason"_a,
-          nb::call_guard<WithoutGil>())
-      .def_prop_ro("given_up", [](const PyHostsGroup& g) { return g.hosts.given_up(); });
+      .def("count_record", [](PyHostsGroup& g, int peer) { g.hosts.peers().count_record(peer); }, "peer"_a);
 }
 
 }  // namespace horo

@@ -78,6 +78,7 @@ NB_MODULE(_native, m) {
   bind_recorder(m);
   bind_segment(m);
   bind_stall_detector(m);
+  bind_rank_group(m);
   bind_shm_group(m);
   bind_wire_layout(m);
   bind_engine(m);

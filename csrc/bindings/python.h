@@ -158,6 +158,7 @@ inline std::vector<double> multiplied(std::vector<double> weights, double presca
 void bind_tensors(nanobind::module_& m);
 void bind_segment(nanobind::module_& m);
 void bind_stall_detector(nanobind::module_& m);
+void bind_rank_group(nanobind::module_& m);
 void bind_shm_group(nanobind::module_& m);
 void bind_wire_layout(nanobind::module_& m);
 void bind_engine(nanobind::module_& m);

@@ -19,8 +19,6 @@ using namespace nb::literals;
 namespace horo {
 namespace {
 
-using HeaderTuple = std::tuple<uint64_t, int64_t, double>;
-
 constexpr const char* kSlotStores[] = {"auto", "cached", "streaming"};
 
 SlotStores slot_stores_of(const std::string& how) {
@@ -36,37 +34,28 @@ size_t total_bytes(const std::vector<TensorRef>& refs) {
   return total;
 }
 
-// These lay the tensors out on the wire for the call.
-void all_reduce(ShmGroup& group, const std::vector<TensorRef>& refs, Op op, Wire wire,
-                const std::vector<double>& weights, Factor factor) {
-  const Layout layout(refs, op, wire, group.chunk_bytes(total_bytes(refs)), group.size());
-  group.allreduce(layout, weights, factor);
-}
-
-void reduce_scatter(ShmGroup& group, const std::vector<std::vector<TensorRef>>& parts, Op op, Wire wire,
-                    const std::vector<double>& weights, Factor factor) {
-  size_t total = 0;
-  for (const std::vector<TensorRef>& part : parts) total += total_bytes(part);
-  const Layout layout(parts, op, wire, group.chunk_bytes(total));
-  group.reduce_scatter(layout, weights, factor);
-}
-
-void reduce_in_place(ShmGroup& group, const std::vector<TensorRef>& refs, Op op, Factor factor,
-                     const std::vector<ptrdiff_t>& distances) {
-  const Layout layout(refs, op, Wire::kNone, std::numeric_limits<size_t>::max(), group.size());
-  group.reduce_in_place(layout, distances, factor);
-}
-
 }  // namespace
 
-std::unique_ptr<Channel> PyShmGroup::engine_channel(const std::shared_ptr<EngineGroup>& self) {
+std::unique_ptr<Channel> PyShmGroup::engine_channel(const std::shared_ptr<RankGroup>& self) {
   return std::make_unique<ShmChannel>(std::shared_ptr<ShmGroup>(self, &shm));
 }
 
-void PyShmGroup::reduce(const std::vector<TensorRef>& tensors, Op op, Wire wire, const std::vector<double>& weights,
-                        Factor factor, const std::vector<ptrdiff_t>& distances) {
-  if (distances.empty()) all_reduce(shm, tensors, op, wire, weights, factor);
-  else reduce_in_place(shm, tensors, op, factor, distances);
+// These lay the tensors out on the wire for the call.
+void PyShmGroup::allreduce(const std::vector<TensorRef>& tensors, Op op, Wire wire, const std::vector<double>& weights,
+                           Factor factor, const std::vector<ptrdiff_t>& distances) {
+  if (distances.empty()) {
+    shm.allreduce(Layout(tensors, op, wire, shm.chunk_bytes(total_bytes(tensors)), size()), weights, factor);
+  } else {
+    const Layout layout(tensors, op, Wire::kNone, std::numeric_limits<size_t>::max(), size());
+    shm.reduce_in_place(layout, distances, factor);
+  }
+}
+
+void PyShmGroup::reduce_scatter(const std::vector<std::vector<TensorRef>>& parts, Op op, Wire wire,
+                                const std::vector<double>& weights, Factor factor) {
+  size_t total = 0;
+  for (const std::vector<TensorRef>& part : parts) total += total_bytes(part);
+  shm.reduce_scatter(Layout(parts, op, wire, shm.chunk_bytes(total)), weights, factor);
 }
 
 std::vector<Buffer> buffers_of(ListOf<PyTensors> stream) {
@@ -87,14 +76,10 @@ std::vector<Wanted> wanted_of(ListOf<WantedTuple> wanted) {
 }
 
 void bind_shm_group(nb::module_& m) {
-  nb::class_<EngineGroup>(m, "EngineGroup", "What an engine needs from a group of ranks.");
-  nb::class_<PyShmGroup, EngineGroup>(m, "ShmGroup", "The ranks of one host, in shared memory.")
+  nb::class_<PyShmGroup, RankGroup>(m, "ShmGroup", "The ranks of one host, in shared memory.")
       .def(nb::init<std::shared_ptr<Segment>, size_t, int, int, std::vector<int>, std::vector<std::string>>(),
            "segment"_a, "offset"_a, "rank"_a, "size"_a, "pids"_a, "names"_a)
       .def_static("memory_bytes", &ShmGroup::memory_bytes, "size"_a)
-      .def_prop_ro("rank", [](const PyShmGroup& g) { return g.shm.rank(); })
-      .def_prop_ro("size", [](const PyShmGroup& g) { return g.shm.size(); })
-      .def_prop_ro("label", [](const PyShmGroup& g) { return g.shm.label(); })
       .def_prop_ro("slot_stores",
                    [](const PyShmGroup& g) { return kSlotStores[static_cast<int>(g.shm.slot_stores.load())]; })
       .def(
@@ -109,52 +94,6 @@ void bind_shm_group(nb::module_& m) {
           },
           "detector"_a, "ranks"_a, "`ranks` are the group's ranks in the world.")
       .def(
-          "agree",
-          [](PyShmGroup& g, const std::string& label, uint64_t digest, int64_t count, double weight) {
-            std::vector<Header> headers;
-            {
-              const WithoutGil release;
-              headers = g.shm.agree(label, {digest, count, weight, 0, 0});
-            }
-            std::vector<HeaderTuple> result;
-            result.reserve(headers.size());
-            for (const Header& h : headers) result.emplace_back(h.digest, h.count, h.weight);
-            return result;
-          },
-          "label"_a, "digest"_a, "count"_a = 0, "weight"_a = 1.0)
-      .def(
-          "allreduce",
-          [](PyShmGroup& g, const Tensors& tensors, const std::string& op, const std::string& wire, double prescale,
-             double scale, double divisor, const std::vector<double>& weights) {
-            const WithoutGil release;
-            const auto multipliers = multiplied(weights, prescale, g.shm.size());
-            all_reduce(g.shm, tensors.refs(), op_of(op), wire_of(wire), multipliers, {scale, divisor});
-          },
-          "tensors"_a, "op"_a, "wire"_a, "prescale"_a = 1.0, "scale"_a = 1.0, "divisor"_a = 1.0,
-          "weights"_a = std::vector<double>())
-      .def(
-          "reduce_in_place",
-          [](PyShmGroup& g, const Tensors& tensors, const std::string& op, double scale, double divisor,
-             const std::vector<ptrdiff_t>& distances) {
-            const WithoutGil release;
-            reduce_in_place(g.shm, tensors.refs(), op_of(op), {scale, divisor}, distances);
-          },
-          "tensors"_a, "op"_a, "scale"_a, "divisor"_a, "distances"_a,
-          "Reduce tensors in memory that all ranks share, rank r's at distances[r] bytes from these.")
-      .def(
-          "reduce_scatter",
-          [](PyShmGroup& g, ListOf<PyTensors> parts, const Tensors& result, const std::string& op,
-             const std::string& wire, double prescale, double scale, double divisor,
-             const std::vector<double>& weights) {
-            const auto refs = parts_with_result(parts, g.shm.size(), g.shm.rank(), result);
-            const WithoutGil release;
-            reduce_scatter(g.shm, refs, op_of(op), wire_of(wire), multiplied(weights, prescale, g.shm.size()),
-                           {scale, divisor});
-          },
-          "parts"_a, "result"_a, "op"_a, "wire"_a, "prescale"_a = 1.0, "scale"_a = 1.0, "divisor"_a = 1.0,
-          "weights"_a = std::vector<double>(),
-          "Leave the reduction of parts[rank] in `result`; each part has the same sizes on all ranks.")
-      .def(
           "exchange",
           [](PyShmGroup& g, ListOf<PyTensors> stream, const std::vector<size_t>& stream_bytes,
              ListOf<WantedTuple> wanted) {
@@ -164,25 +103,6 @@ void bind_shm_group(nb::module_& m) {
             g.shm.exchange(out, stream_bytes, parts);
           },
           "stream"_a, "stream_bytes"_a, "wanted"_a)
-      .def(
-          "check_peers",
-          [](PyShmGroup& g, const std::string& label, int awaited) { g.shm.check_peers(awaited, label); }, "label"_a,
-          "awaited"_a = -1, "Raises PeerLostError if a peer has died or given up, or if `awaited` has left.")
-      .def(
-          "has_left", [](const PyShmGroup& g, int rank) { return g.shm.has_left(rank); }, "rank"_a)
-      .def(
-          "abandon", [](PyShmGroup& g, const std::string& reason) { g.shm.abandon(reason); }, "reason"_a)
-      .def(
-          "leave", [](PyShmGroup& g, const std::string& reason) { g.shm.leave(reason); }, "reason"_a)
-      .def(
-          "peer_pids", [](const PyShmGroup& g, bool silent) { return g.shm.peer_pids(silent); }, "silent"_a,
-          "The process IDs of peers that have not left; with `silent`, also have not given up.")
-      .def(
-          "claim_report", [](PyShmGroup& g) { return g.shm.claim_report(); },
-          "Return True on one rank of the host, the first that calls it.")
-      .def(
-          "peer_reports", [](PyShmGroup& g) { return g.shm.peer_reports(); },
-          "Return whether another rank has claimed the report, and is alive.")
       .def(
           "report_at_sigterm", [](PyShmGroup& g) { g.shm.report_at_sigterm(); },
           "If SIGTERM ends this process after a peer was killed, report which peer.");

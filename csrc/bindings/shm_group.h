@@ -9,14 +9,14 @@
 
 #include "bindings/python.h"
 #include "bindings/tensors.h"
-#include "engine/engine_group.h"
+#include "engine/rank_group.h"
 #include "pack/layout.h"
 #include "shm/segment.h"
 #include "shm/shm_group.h"
 
 namespace horo {
 
-struct PyShmGroup : EngineGroup {
+struct PyShmGroup : RankGroup {
   std::shared_ptr<Segment> segment;
   ShmGroup shm;
 
@@ -26,9 +26,25 @@ struct PyShmGroup : EngineGroup {
     shm.on_idle = check_signals;
   }
 
-  std::unique_ptr<Channel> engine_channel(const std::shared_ptr<EngineGroup>& self) override;
-  void reduce(const std::vector<TensorRef>& tensors, Op op, Wire wire, const std::vector<double>& weights,
-              Factor factor, const std::vector<ptrdiff_t>& distances) override;
+  int rank() const override { return shm.rank(); }
+  int size() const override { return shm.size(); }
+  std::string label() const override { return shm.label(); }
+  std::vector<Header> agree(const std::string& label, const Header& mine) override { return shm.agree(label, mine); }
+  void allreduce(const std::vector<TensorRef>& tensors, Op op, Wire wire, const std::vector<double>& weights,
+                 Factor factor, const std::vector<ptrdiff_t>& distances) override;
+  void reduce_scatter(const std::vector<std::vector<TensorRef>>& parts, Op op, Wire wire,
+                      const std::vector<double>& weights, Factor factor) override;
+  std::unique_ptr<Channel> engine_channel(const std::shared_ptr<RankGroup>& self) override;
+  void check_peers(int awaited, const std::string& name) override { shm.check_peers(awaited, name); }
+  // All that it has sent is here.
+  bool has_left(int rank, int64_t) override { return shm.has_left(rank); }
+  void abandon(const std::string& reason) override { shm.abandon(reason); }
+  void leave(const std::string& reason) override { shm.leave(reason); }
+  bool given_up() const override { return shm.has_left(shm.rank()); }
+  void announce(const std::string&, double) override {}  // the board in shared memory says it
+  std::vector<int> peer_pids(bool silent) const override { return shm.peer_pids(silent); }
+  bool claim_report() override { return shm.claim_report(); }
+  bool peer_reports() override { return shm.peer_reports(); }
 };
 
 // The buffers of a list of Tensors, one after the other.

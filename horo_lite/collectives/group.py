@@ -429,7 +429,7 @@ class Group:
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
-        was_given_up = self._own[0].given_up()
+        was_given_up = self._own[0].members.given_up()
         try:
             try:
                 if self._engine is not None:
@@ -451,7 +451,7 @@ class Group:
             for stream in self._streams or ():
                 stream.close()
             for transport in self.transports():
-                transport.leave(reason)
+                transport.members.leave(reason)
             # Another thread that waits in a blocking call notices it. MPI must not end before.
             if self._lock.acquire(timeout=1.0):
                 self._lock.release()

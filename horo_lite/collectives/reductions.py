@@ -182,10 +182,9 @@ class AllReduce(Call[bool]):
         """Have the engine run it without Python, if it can."""
         if not self._is_native(part, transport):
             return super().submit(part, engine, transport)
-        assert transport.engine_group is not None
         in_place = part.offsets is not None and part.shared is not None
         job = engine.submit_allreduce(
-            transport.engine_group,
+            transport.members,
             part.label,
             digest_of(self.contract(part)),
             lambda headers: self._run_matched(part, transport, headers),
@@ -205,7 +204,7 @@ class AllReduce(Call[bool]):
 
     def _is_native(self, part: Part, transport: Transport) -> bool:
         """Return whether the core alone can run it; else Python code raises errors, too."""
-        if part.memory.stream is not None or transport.engine_group is None:
+        if part.memory.stream is not None:
             return False
         if self.op is Adasum:
             return False

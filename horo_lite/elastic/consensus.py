@@ -62,11 +62,11 @@ def _check_missing(error: BaseException | None, gone: set[object]) -> set[object
     if error is not None:
         transport = world().group.transport
         if isinstance(error, StallError):
-            for pid in transport.peer_pids(silent=True):
+            for pid in transport.members.peer_pids(silent=True):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         else:
-            pids = transport.peer_pids(silent=False)
+            pids = transport.members.peer_pids(silent=False)
             now.update(pid for pid in pids if not os.path.exists(f"/proc/{pid}"))
     if now & gone:
         names = sorted(str(one) for one in now if isinstance(one, str))

@@ -267,7 +267,7 @@ def _leave_lost_world() -> None:
     """Leave the world if another rank has left it: the next `init()` then makes a new one."""
     if context.is_initialized():
         try:
-            context.world().group.transport.check_peer(-1, "the next function")
+            context.world().group.transport.members.check_peers("the next function")
         except PeerLostError:
             _leave_world("another rank failed")
 
@@ -276,6 +276,6 @@ def _leave_world(reason: str) -> None:
     """Make ranks that wait for this one raise PeerLostError; `init()` then makes a new world."""
     if context.is_initialized():
         for transport in context.world().group.transports():
-            transport.abandon(reason)
+            transport.members.abandon(reason)
         with suppress(Exception):  # operations in flight have failed
             session.shutdown()

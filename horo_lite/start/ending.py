@@ -136,7 +136,7 @@ def unwatch(transports: Sequence[Transport]) -> None:
 def abandon(why: str) -> None:
     """Make peers that wait for this rank in these transports, now or later, raise PeerLostError."""
     for transport in () if _installed is None else _installed.transports:
-        transport.abandon(why)
+        transport.members.abandon(why)
 
 
 def reason() -> str:
@@ -273,7 +273,7 @@ class _Hooks:
         where: str,
         previous: Callable[[], object],
     ) -> None:
-        first = not self.transports or self.transports[0].claim_report()
+        first = not self.transports or self.transports[0].members.claim_report()
         if first and _before_abort is not None:
             _before_abort()  # before the other ranks do anything else
         try:
@@ -285,7 +285,7 @@ class _Hooks:
                 previous()
                 write("")
             for transport in self.transports:
-                transport.abandon(in_one_line(error))
+                transport.members.abandon(in_one_line(error))
         finally:
             if not first:
                 self._leave_it_to_the_first()
@@ -293,7 +293,7 @@ class _Hooks:
 
     def on_launcher_end(self, name: str) -> NoReturn:
         """End this rank; MPI may wait for the launcher, and is not called."""
-        if not self.transports or self.transports[0].claim_report():
+        if not self.transports or self.transports[0].members.claim_report():
             if _before_abort is not None:
                 _before_abort()
             write(f"[horo_lite] {self.name} ends, since its launcher ({name}) has ended\n")
@@ -303,7 +303,7 @@ class _Hooks:
 
     def end_after_exit(self, why: str) -> None:
         status, reason = self.exited()
-        if not self.transports or self.transports[0].claim_report():
+        if not self.transports or self.transports[0].members.claim_report():
             if _before_abort is not None:
                 _before_abort()
             write(f"[horo_lite] {self.name} ends the job: {reason}; {why}\n")
@@ -314,7 +314,7 @@ class _Hooks:
     def _leave_it_to_the_first(self) -> None:
         """Wait until the rank that reports ends the job: an earlier abort would cut its report."""
         until = time.monotonic() + _REPORT_S
-        while self.transports[0].peer_reports() and time.monotonic() < until:
+        while self.transports[0].members.peer_reports() and time.monotonic() < until:
             time.sleep(0.01)
         # Two simultaneous aborts have been seen to crash Open MPI's launcher.
         if self.MPI is not None:

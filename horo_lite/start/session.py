@@ -498,7 +498,7 @@ def abandon(reason: str) -> None:
     """Make peers that wait for this rank, in any group, now or later, raise PeerLostError."""
     for group in context.groups():
         for transport in group.transports():
-            transport.abandon(reason)
+            transport.members.abandon(reason)
 
 
 def communicator() -> Any:

@@ -98,7 +98,7 @@ def _announce_to_all(what: str, expect_s: float) -> None:
         return
     here.announce(here.rank, what, expect_s)
     for transport in context.world().group.transports():
-        transport.announce(what, expect_s)
+        transport.members.announce(what, expect_s)
 
 
 @contextlib.contextmanager

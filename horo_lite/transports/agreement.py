@@ -71,7 +71,7 @@ def give_up_unless_alike(transport: Transport, error: BaseException) -> None:
     of this one. They raise PeerLostError, and so does the next operation of this rank.
     """
     if not isinstance(error, (*RAISED_ALIKE, *GROUP_IS_LOST)):
-        transport.abandon(in_one_line(error))
+        transport.members.abandon(in_one_line(error))
 
 
 # A result of this size or more is allocated before the ranks begin to transfer data. Agreeing on

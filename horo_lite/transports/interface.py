@@ -1,7 +1,8 @@
 """The interface of transports: everything that the layers above use, whatever the transport.
 
-No layer above asks which transport it has (`tests/test_layers.py`). A feature that only some
-transports have is an attribute that is None on the others (`engine_group`, `queued`,
+A `Transport` moves bytes between ranks; its `members`, a group of the core, know who they are, and
+which of them live. No layer above asks which transport it has (`tests/test_layers.py`). A feature
+that only some transports have is an attribute that is None on the others (`queued`,
 `reduce_scatter`, `stall_detector`), or a method with a default: `reduce_in_place` is `allreduce`
 where memory is not shared. The op, wire dtype, factors, divisor and weights of a reduction are one
 `Reduction`.
@@ -18,7 +19,15 @@ from horo_lite import _native
 if TYPE_CHECKING:
     from horo_lite.transports.shm import SharedMemory
 
-__all__ = ["Header", "OverHost", "QueuedReductions", "Reduction", "Transport"]
+__all__ = [
+    "Header",
+    "HostTransport",
+    "OverHost",
+    "QueuedReductions",
+    "ReduceScatter",
+    "Reduction",
+    "Transport",
+]
 
 
 class Header(NamedTuple):
@@ -86,6 +95,8 @@ class Transport(ABC):
     """
 
     name: str
+    members: _native.RankGroup
+    """Who the ranks are, and which have died, left or given up; how this one does so."""
     rank: int
     size: int
     ranks: Sequence[int]
@@ -96,8 +107,6 @@ class Transport(ABC):
     """What matches the operations, if `new_engine` was called."""
     native_group: _native.ShmGroup | None = None
     """The transport's C++ group, if all ranks are on one host."""
-    engine_group: _native.EngineGroup | None = None
-    """The C++ group through which the progress thread reduces without Python."""
     reads_sources = False
     """Whether `allreduce` reads contributions from `Tensors.read_from`, if set."""
     shares_memory = False
@@ -189,48 +198,60 @@ class Transport(ABC):
             f"{label}: not in a matched operation"
         )
 
-    def announce(self, what: str, expect_s: float) -> None:  # noqa: B027
-        """Tell peers on other hosts how late this rank will be; "": no longer."""
-
-    def check_peer(self, peer: int, name: str) -> None:  # noqa: B027
-        """Raise PeerLostError if `peer`, which `name` needs, has left, or if any died or gave up.
-
-        -1 for no peer in particular.
-        """
-
-    def has_left(self, peer: int, n_records: int) -> bool:
-        """Return whether `peer` has left after sending this rank at most n_records records."""
-        return False
-
-    @abstractmethod
-    def abandon(self, reason: str) -> None:
-        """Make peers that wait for this rank, now or later, raise PeerLostError. Never blocks."""
-
-    @abstractmethod
-    def leave(self, reason: str) -> None:
-        """Leave the group; peers that wait for this rank raise an error. Never blocks."""
-
-    def given_up(self) -> bool:
-        """Return whether this rank has given up the group, or an operation has failed on it."""
-        return False
-
-    def peer_pids(self, silent: bool) -> list[int]:
-        """Return the process IDs of this host's other ranks, alive or dead, that have not left.
-
-        With `silent`, without those that have given up.
-        """
-        return []
-
-    def claim_report(self) -> bool:
-        """Return True to the first rank of the host that asks: it reports for all of them."""
-        return True
-
-    def peer_reports(self) -> bool:
-        """Return whether another rank of the host, which is alive, has claimed the report."""
-        return False
-
     def close(self) -> None:  # noqa: B027
         """Release the transport's resources."""
+
+
+class HostTransport(Transport):
+    """A transport for host memory, over a group of the core."""
+
+    reads_sources = True
+
+    def __init__(
+        self,
+        members: _native.RankGroup,
+        ranks: Sequence[int],
+        stall_detector: _native.StallDetector | None,
+    ) -> None:
+        self.members = members
+        self.rank = members.rank
+        self.size = members.size
+        self.ranks = ranks
+        self.stall_detector = stall_detector
+
+    @property
+    def label(self) -> str:
+        return self.members.label
+
+    def agree(
+        self, digest: int, count: int = 0, weight: float = 1.0, *, label: str = ""
+    ) -> list[Header]:
+        self.check_matched(label)
+        return [Header(*header) for header in self.members.agree(label, digest, count, weight)]
+
+    def allreduce(self, tensors: _native.Tensors, reduction: Reduction) -> None:
+        self.members.allreduce(tensors, *reduction)
+
+    @property
+    def reduce_scatter(self) -> ReduceScatter:
+        # Not cached: the reference cycle would keep this transport and its memory until the next
+        # garbage collection.
+        return self._reduce_scatter
+
+    def _reduce_scatter(
+        self, parts: Sequence[_native.Tensors], result: _native.Tensors, reduction: Reduction
+    ) -> None:
+        self.members.reduce_scatter(list(parts), result, *reduction)
+
+    def new_engine(
+        self, explain: Callable[[str, list[str], list[int]], str]
+    ) -> _native.Engine | None:
+        if self.size == 1:
+            return None
+        self.engine = engine = _native.Engine.over(self.members, list(self.ranks), explain)
+        if self.stall_detector is not None:
+            engine.watched_by(self.stall_detector)
+        return engine
 
 
 class OverHost(Transport):
@@ -238,6 +259,7 @@ class OverHost(Transport):
 
     def __init__(self, host: Transport) -> None:
         self._host = host
+        self.members = host.members
         self.rank = host.rank
         self.size = host.size
         self.ranks = host.ranks
@@ -277,30 +299,3 @@ class OverHost(Transport):
         n_bytes: Sequence[Sequence[int]],
     ) -> None:
         self._host.alltoall(send, receive, n_bytes)
-
-    def announce(self, what: str, expect_s: float) -> None:
-        self._host.announce(what, expect_s)
-
-    def check_peer(self, peer: int, name: str) -> None:
-        self._host.check_peer(peer, name)
-
-    def has_left(self, peer: int, n_records: int) -> bool:
-        return self._host.has_left(peer, n_records)
-
-    def abandon(self, reason: str) -> None:
-        self._host.abandon(reason)
-
-    def leave(self, reason: str) -> None:
-        self._host.leave(reason)
-
-    def given_up(self) -> bool:
-        return self._host.given_up()
-
-    def peer_pids(self, silent: bool) -> list[int]:
-        return self._host.peer_pids(silent)
-
-    def claim_report(self) -> bool:
-        return self._host.claim_report()
-
-    def peer_reports(self) -> bool:
-        return self._host.peer_reports()

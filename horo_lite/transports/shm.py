@@ -12,15 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horo_lite import _native
-from horo_lite.transports.interface import Header, ReduceScatter, Reduction, Transport
+from horo_lite.transports.interface import HostTransport, Reduction
 
 
-class ShmTransport(Transport):
+class ShmTransport(HostTransport):
     """A transport over a C++ group, whose ranks are processes of one host (or threads)."""
 
     name = "shm"
     shares_memory = True
-    reads_sources = True
 
     def __init__(
         self,
@@ -28,41 +27,13 @@ class ShmTransport(Transport):
         ranks: Sequence[int] | None = None,
         stall_detector: _native.StallDetector | None = None,
     ) -> None:
-        self.group = self.native_group = self.engine_group = group
-        self.rank = group.rank
-        self.size = group.size
-        self.ranks = range(group.size) if ranks is None else ranks
-        self.stall_detector = stall_detector
-
-    @property
-    def label(self) -> str:
-        return self.group.label
-
-    def agree(
-        self, digest: int, count: int = 0, weight: float = 1.0, *, label: str = ""
-    ) -> list[Header]:
-        self.check_matched(label)
-        return [Header(*header) for header in self.group.agree(label, digest, count, weight)]
-
-    def allreduce(self, tensors: _native.Tensors, reduction: Reduction) -> None:
-        self.group.allreduce(tensors, *reduction)
-
-    @property
-    def reduce_scatter(self) -> ReduceScatter:
-        # Not cached: the reference cycle would keep this transport and its memory until the next
-        # garbage collection.
-        return self._reduce_scatter
-
-    def _reduce_scatter(
-        self, parts: Sequence[_native.Tensors], result: _native.Tensors, reduction: Reduction
-    ) -> None:
-        self.group.reduce_scatter(list(parts), result, *reduction)
+        super().__init__(group, range(group.size) if ranks is None else ranks, stall_detector)
+        self.group = self.native_group = group
 
     def reduce_in_place(
         self, tensors: _native.Tensors, memory: SharedMemory, reduction: Reduction
     ) -> None:
-        op, scale, divisor = reduction.op, reduction.scale, reduction.divisor
-        self.group.reduce_in_place(tensors, op, scale, divisor, memory.distances)
+        self.group.allreduce(tensors, *reduction, memory.distances)
 
     def broadcast(self, tensors: _native.Tensors, root: int) -> None:
         sizes = [tensors.nbytes if r == root else 0 for r in range(self.size)]
@@ -83,40 +54,6 @@ class ShmTransport(Transport):
         n_bytes: Sequence[Sequence[int]],
     ) -> None:
         alltoall(self.group.exchange, self.rank, send, receive, n_bytes)
-
-    def new_engine(
-        self, explain: Callable[[str, list[str], list[int]], str]
-    ) -> _native.Engine | None:
-        if self.size == 1:
-            return None
-        self.engine = engine = _native.Engine.over(self.group, list(self.ranks), explain)
-        if self.stall_detector is not None:
-            engine.watched_by(self.stall_detector)
-        return engine
-
-    def abandon(self, reason: str) -> None:
-        self.group.abandon(reason)
-
-    def leave(self, reason: str) -> None:
-        self.group.leave(reason)
-
-    def given_up(self) -> bool:
-        return self.group.has_left(self.rank)
-
-    def peer_pids(self, silent: bool) -> list[int]:
-        return self.group.peer_pids(silent)
-
-    def has_left(self, peer: int, n_records: int) -> bool:
-        return self.group.has_left(peer)  # everything that it has sent is here
-
-    def check_peer(self, peer: int, name: str) -> None:
-        self.group.check_peers(name, peer)
-
-    def claim_report(self) -> bool:
-        return self.group.claim_report()
-
-    def peer_reports(self) -> bool:
-        return self.group.peer_reports()
 
 
 def alltoall(

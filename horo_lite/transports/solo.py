@@ -17,6 +17,7 @@ class SoloTransport(Transport):
 
     def __init__(self, ranks: Sequence[int] = (0,)) -> None:
         self.ranks = ranks
+        (self.members,) = _native.thread_group(1)
 
     def agree(
         self, digest: int, count: int = 0, weight: float = 1.0, *, label: str = ""
@@ -25,8 +26,7 @@ class SoloTransport(Transport):
 
     def allreduce(self, tensors: _native.Tensors, reduction: Reduction) -> None:
         if not is_identity(reduction):
-            (alone,) = _native.thread_group(1)
-            alone.allreduce(tensors, *reduction._replace(wire="none"))
+            self.members.allreduce(tensors, *reduction._replace(wire="none"))
 
     def broadcast(self, tensors: _native.Tensors, root: int) -> None:
         pass
@@ -40,12 +40,6 @@ class SoloTransport(Transport):
         receive: Sequence[_native.Tensors],
         n_bytes: Sequence[Sequence[int]],
     ) -> None:
-        pass
-
-    def abandon(self, reason: str) -> None:
-        pass
-
-    def leave(self, reason: str) -> None:
         pass
 
 

@@ -270,7 +270,7 @@ class Watchdog:
             self._abort(error)
             self._raise_in_program(error)
             if isinstance(error, StallError):
-                self._transport.abandon(str(error))
+                self._transport.members.abandon(str(error))
         finally:
             if self._unmatched is not None:
                 self._unmatched.close(False)

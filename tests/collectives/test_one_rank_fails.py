@@ -127,7 +127,7 @@ def give_long_reasons() -> None:
         text = "x" * shift + "данные/€/😀/" * 60
         calls = [partial(hvd.allreduce, np.ones(3))]
         if init()[0] == 1:
-            hvd.world().group.transport.abandon(text)
+            hvd.world().group.transport.members.abandon(text)
         else:
             calls.append(partial(hvd.synchronize, hvd.allreduce_async(np.ones(3), name=text)))
         for call in calls:

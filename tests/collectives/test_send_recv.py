@@ -232,7 +232,7 @@ def test_what_was_sent_before_its_sender_left_is_received_however_late_it_comes(
 
             def collect_late(mailbox):
                 global until
-                if until is None and mailbox._transport.has_left(1, 2):
+                if until is None and mailbox._transport.members.has_left(1, 2):
                     until = time.monotonic() + 1.5
                 return [] if until is None or time.monotonic() < until else collect(mailbox)
 

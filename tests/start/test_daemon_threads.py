@@ -30,7 +30,7 @@ if rank == 0:
     threading.Thread(target=operations[what], daemon=True).start()
     time.sleep(0.3)  # until it waits; it does not matter if it does not yet
 else:
-    while not transport.has_left(0, 0):  # rank 0 ends first
+    while not transport.members.has_left(0, 0):  # rank 0 ends first
         time.sleep(0.01)
 print("end", flush=True)
 """

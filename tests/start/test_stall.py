@@ -107,7 +107,7 @@ def test_who_comes_and_leaves_during_the_report_of_a_stall_has_come() -> None:
                 time.sleep(0.01)
         ops.barrier(group=group)
         if group.rank == 1:
-            group.transport.leave("its program is done")
+            group.transport.members.leave("its program is done")
             os.read(reading, capacity)
 
     stderr = os.dup(2)

@@ -452,7 +452,7 @@ def run_threads(
                 group.close()
         except BaseException as error:
             errors[rank] = error
-            transports[rank].abandon(f"rank {rank} raised {error!r}")
+            transports[rank].members.abandon(f"rank {rank} raised {error!r}")
 
     threads = [
         threading.Thread(target=body, args=(rank,), name=f"rank {rank}", daemon=True)
@@ -471,7 +471,7 @@ def run_threads(
             stack = frames.get(thread.ident or 0)
             said.append(f"{thread.name} is at\n{''.join(traceback.format_stack(stack))}")
         for transport in transports:
-            transport.abandon("the test's time is over")
+            transport.members.abandon("the test's time is over")
         for thread in stuck:
             thread.join(2)
     for rank, error in errors.items():  # in the order in which they occurred

@@ -9,14 +9,14 @@ through shared memory (`Places`). In an all-to-all, what stays on a host goes th
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from horo_lite import _native
 from horo_lite.transports.hosts.byte_stream import ByteStream
-from horo_lite.transports.interface import Header, ReduceScatter, Reduction, Transport
+from horo_lite.transports.interface import HostTransport
 from horo_lite.transports.shm import alltoall
 from horo_lite.transports.this_host import Role
 
@@ -64,7 +64,7 @@ class Places:
         return cls(index, [ranks[index % len(ranks)] for ranks in others], brought, most_peers)
 
 
-class HostsTransport(Transport):
+class HostsTransport(HostTransport):
     """A transport for ranks on several hosts.
 
     Args:
@@ -73,8 +73,6 @@ class HostsTransport(Transport):
         role: The transport's purpose.
         names: Each rank's name, for error messages.
     """
-
-    reads_sources = True
 
     def __init__(
         self,
@@ -85,16 +83,11 @@ class HostsTransport(Transport):
     ) -> None:
         self.name = carrier.name
         self.carrier = carrier
-        self.rank = carrier.rank
-        self.size = carrier.size
-        self.ranks = host.ranks
-        self._detector = self.stall_detector = host.stall_detector
         self._here = host.hosts[host.host]
         self._smallest_host = min(map(len, host.hosts))
         self._places = Places.of(host.hosts, host.host, host.rank)
-        self._host_group = host.group(role)
-        self.group = self.engine_group = _native.HostsGroup(
-            self._host_group,
+        self.group = _native.HostsGroup(
+            host.group(role),
             carrier.native(),
             carrier.channel().native(),
             host.hosts,
@@ -108,32 +101,7 @@ class HostsTransport(Transport):
         carrier.memory["group"] = self.group
         if role == Role.OPERATIONS:
             self.group.for_engine(carrier.channel().native())
-
-    # Agreeing and reducing.
-
-    @property
-    def label(self) -> str:
-        return self.group.label
-
-    def agree(
-        self, digest: int, count: int = 0, weight: float = 1.0, *, label: str = ""
-    ) -> list[Header]:
-        self.check_matched(label)
-        return [Header(*header) for header in self.group.agree(label, digest, count, weight)]
-
-    def allreduce(self, tensors: _native.Tensors, reduction: Reduction) -> None:
-        self.group.allreduce(tensors, *reduction)
-
-    @property
-    def reduce_scatter(self) -> ReduceScatter:
-        return self._reduce_scatter  # not cached: it refers to this transport
-
-    def _reduce_scatter(
-        self, parts: Sequence[_native.Tensors], result: _native.Tensors, reduction: Reduction
-    ) -> None:
-        self.group.reduce_scatter(list(parts), result, *reduction)
-
-    # Moving bytes.
+        super().__init__(self.group, host.ranks, host.stall_detector)
 
     def broadcast(self, tensors: _native.Tensors, root: int) -> None:
         self.group.broadcast(tensors, root)
@@ -227,41 +195,5 @@ class HostsTransport(Transport):
                 self.group.wait(started.popleft())
                 finish(done)
 
-    # Ending.
-
-    def new_engine(
-        self, explain: Callable[[str, list[str], list[int]], str]
-    ) -> _native.Engine | None:
-        self.engine = engine = _native.Engine.over(self.group, list(self.ranks), explain)
-        engine.watched_by(self._detector)
-        return engine
-
-    def announce(self, what: str, expect_s: float) -> None:
-        self.group.announce(what, expect_s)
-
-    def check_peer(self, peer: int, name: str) -> None:
-        self.group.check_peers(name, peer)
-
-    def has_left(self, peer: int, n_records: int) -> bool:
-        return self.group.has_left(peer, n_records)
-
-    def abandon(self, reason: str) -> None:
-        self.group.abandon(reason)
-
-    def leave(self, reason: str) -> None:
-        self.group.leave(reason)
-
-    def given_up(self) -> bool:
-        return self.group.given_up
-
-    def peer_pids(self, silent: bool) -> list[int]:
-        return self._host_group.peer_pids(silent)
-
-    def claim_report(self) -> bool:
-        return self._host_group.claim_report()
-
-    def peer_reports(self) -> bool:
-        return self._host_group.peer_reports()
-
     def close(self) -> None:
-        self.carrier.close(in_good_order=not self.group.given_up)
+        self.carrier.close(in_good_order=not self.group.given_up())
