@@ -707,6 +707,36 @@ def killed_while_another_is_ahead() -> None:
     os._exit(0)
 
 
+def killed_while_progress_threads_are_ahead() -> None:
+    """CUDA blocks the threads that make the rounds of the engines: they cannot see a dead rank."""
+    group = start()
+    xs = [on_gpu(np.ones(1000)) for _ in range(3)]
+    n_steps = 0
+
+    def step() -> None:
+        nonlocal n_steps
+        how: dict[str, Any] = {"compression": hvd.Compression.fp16, "group": group}
+        group.synchronize(ops.grouped_allreduce_async_(xs, name="xs", **how))
+        n_steps += 1
+
+    def die_once_blocked() -> None:
+        seen = 0
+        while n_steps > seen:
+            seen = n_steps
+            time.sleep(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    step()
+    ops.barrier(group=group)
+    if RANK == 1:
+        xs[0].queue(lambda _: time.sleep(60))
+        threading.Thread(target=die_once_blocked, daemon=True).start()
+    fails(lambda: [step() for _ in range(10_000)], hvd.PeerLostError, "rank 1")
+    assert n_steps > 20
+    print("told", flush=True)
+    os._exit(0)
+
+
 def full_streams() -> None:
     """CUDA blocks at some 1,000 commands: other threads, such as the watchdog, must still run."""
     os.environ["HORO_LITE_TEST_GPUS"] = "a"

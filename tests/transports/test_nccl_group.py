@@ -85,7 +85,12 @@ def test_a_rank_is_late() -> None:
 
 @pytest.mark.launches
 @pytest.mark.parametrize(
-    ("job", "told"), [("killed_while_another_is_ahead", 1), ("interrupted_at_the_first_use", 2)]
+    ("job", "told"),
+    [
+        ("killed_while_another_is_ahead", 1),
+        ("killed_while_progress_threads_are_ahead", 1),
+        ("interrupted_at_the_first_use", 2),
+    ],
 )
 def test_a_rank_waits_in_a_call_of_the_gpu(job: str, told: int, tmp_path: Path) -> None:
     options = that_leave_survivors()
