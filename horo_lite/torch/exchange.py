@@ -374,6 +374,10 @@ class GradientExchange:
         weight = checked_weight(weight, self.op)
         with self._lock:
             self._mend()
+            # The module's zero_grad() has begun a step, after one that GradScaler has skipped?
+            is_held = any(s.exchanged and s.parameter.grad is not None for s in self.slots)
+            if not (self._step.is_due or self._pass.tasks or is_held):
+                self.begin_step()
             if self._pass.tasks or not self._step.is_due:
                 raise RuntimeError(
                     "set_weight() comes too late: gradients of this step have been exchanged. "

@@ -116,10 +116,10 @@ class SlotAdapter(TorchAdapter):
     def set_gradient(self, slot: Any, array: Any) -> None:
         is_own, slot.touched = slot.touched, True
         gradient = slot.parameter.grad
-        if gradient is array or is_sparse(gradient):  # sparse.exchange raises an error
+        if gradient is array or (is_own and is_sparse(gradient)):  # sparse.exchange raises an error
             return
-        # A gradient of its own could not be written in place, nor an expanded tensor.
-        if gradient is None or is_own or 0 in gradient.stride():
+        # A gradient of its own could not be written in place, nor an expanded or sparse tensor.
+        if gradient is None or is_own or is_sparse(gradient) or 0 in gradient.stride():
             slot.parameter.grad = self.from_numpy(array, slot.parameter)
         else:
             gradient.detach().copy_(array)

@@ -620,6 +620,28 @@ def test_weights_last_for_a_step_and_come_before_it() -> None:
     run_threads(2, rank)
 
 
+def test_a_weight_after_a_step_that_a_scaler_has_skipped() -> None:
+    """Also if the module sets gradients to None, of which the optimizer learns nothing."""
+
+    def rank(group: Group) -> list[float]:
+        layer = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.zeros_(layer.weight)
+        optimizer = DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=1.0), group=group)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for factor in (float("inf"), 1.0):
+            layer.zero_grad()
+            optimizer.set_weight(1 + 2 * group.rank)
+            scaler.scale(layer(torch.full((1, 1), factor * (1 + group.rank))).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            layer(torch.ones(1, 1)).sum().backward()
+            with pytest.raises(RuntimeError, match="comes too late"):
+                optimizer.set_weight(1)
+        return layer.weight.flatten().tolist()
+
+    assert run_threads(2, rank) == [[-1.75]] * 2
+
+
 def test_a_weight_that_the_closure_sets_is_also_that_of_the_loss() -> None:
     def rank(group: Group) -> None:
         w = torch.nn.Parameter(torch.zeros(2))

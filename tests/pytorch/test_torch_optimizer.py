@@ -1431,6 +1431,30 @@ def test_sparse_adam(as_dense: bool) -> None:
         assert_same_weights(table, alone)
 
 
+@pytest.mark.parametrize("as_dense", [True, False])
+@pytest.mark.parametrize("then", ["sparse", "dense"])
+def test_a_zeroed_sparse_gradient_receives_what_others_computed(then: str, as_dense: bool) -> None:
+    """Of rank 0, which does not use the parameter in the second step."""
+
+    def rank(group: Group) -> list[float]:
+        table = fill(nn.Embedding(4, 2, sparse=True))
+        optimizer = wrap(
+            torch.optim.SGD(table.parameters(), lr=1.0), group, sparse_as_dense=as_dense
+        )
+        before = table.weight.detach().clone()
+        table(torch.tensor([1])).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        if group.rank == 1:
+            used = table(torch.tensor([2])) if then == "sparse" else table.weight[2] * 1.0
+            used.sum().backward()
+        optimizer.step()
+        return (before - table.weight.detach())[:, 0].tolist()
+
+    for steps in run_threads(2, rank):
+        assert steps == pytest.approx([0, 1, 0.5, 0])
+
+
 def test_a_gradient_that_is_sparse_on_one_rank_and_dense_on_another() -> None:
     def rank(group: Group) -> None:
         table = nn.Embedding(4, 2, sparse=group.rank == 1)
