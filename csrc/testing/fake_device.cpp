@@ -14,11 +14,18 @@
 #include <thread>
 
 #include "testing/kernels_host.h"
+#include "testing/races.h"
 
 namespace horo {
 namespace {
 
 constexpr size_t kMostPending = 1000;
+
+// Never destroyed, since threads may outlive main().
+Races& races() {
+  static Races& only = *new Races;
+  return only;
+}
 
 struct FakeStream : FakeStreamHead {
   std::mutex mutex;
@@ -26,9 +33,13 @@ struct FakeStream : FakeStreamHead {
   std::deque<std::function<void()>> queue;
   bool stopping = false;
   bool working = false;
+  const int number = races().new_stream();
   std::thread thread;
 
   FakeStream() {
+    touch = [](FakeStreamHead* stream, const void* address, size_t n_bytes, bool writes, const char* what) {
+      races().touch(static_cast<FakeStream*>(stream)->number, address, n_bytes, writes, what);
+    };
     enqueue = [](FakeStreamHead* stream, void (*work)(void*), void* argument) {
       static_cast<FakeStream*>(stream)->add([work, argument] { work(argument); });
     };
@@ -60,9 +71,15 @@ struct FakeStream : FakeStreamHead {
   }
 
   bool is_idle() {
+    const Races::Clock queued = races().queued(number);
     const std::lock_guard lock(mutex);
-    return queue.empty() && !working;
+    if (!queue.empty() || working) return false;
+    races().seen(queued);
+    return true;
   }
+
+  void reads(const void* address, size_t n_bytes, const char* what) { touch(this, address, n_bytes, false, what); }
+  void writes(void* address, size_t n_bytes, const char* what) { touch(this, address, n_bytes, true, what); }
 
   void loop() {
     for (;;) {
@@ -88,6 +105,7 @@ struct FakeEvent {
   std::condition_variable changed;
   uint64_t recorded = 0;
   uint64_t reached = 0;
+  Races::Clock work;  // that precedes the latest recording
 };
 using SharedEvent = std::shared_ptr<FakeEvent>;  // work that waits in a queue may outlive the handle
 
@@ -112,6 +130,7 @@ class FakeDevice : public Device {
     {
       const std::lock_guard lock(shared->mutex);
       number = ++shared->recorded;
+      shared->work = races().queued(of(stream)->number);
     }
     of(stream)->command([shared, number] {
       {
@@ -124,31 +143,40 @@ class FakeDevice : public Device {
 
   void wait(int, Stream stream, Event event) override {
     const SharedEvent shared = *static_cast<SharedEvent*>(event);
-    const uint64_t number = latest(*shared);
-    of(stream)->command([shared, number] { wait_for(*shared, number); });
+    const auto [number, work] = latest(*shared);
+    races().wait(of(stream)->number, work);
+    of(stream)->command([shared, number = number] { wait_for(*shared, number); });
   }
 
   bool is_done(int, Event event) override {
     FakeEvent& shared = **static_cast<SharedEvent*>(event);
     const std::lock_guard lock(shared.mutex);
-    return shared.reached == shared.recorded;
+    if (shared.reached != shared.recorded) return false;
+    races().seen(shared.work);
+    return true;
   }
 
   void synchronize(int, Event event) override {
     const SharedEvent shared = *static_cast<SharedEvent*>(event);
-    wait_for(*shared, latest(*shared));
+    const auto [number, work] = latest(*shared);
+    wait_for(*shared, number);
+    races().seen(work);
   }
 
   void copy(int, void* to, const void* from, size_t n_bytes, Stream stream) override {
+    of(stream)->reads(from, n_bytes, "a copy");
+    of(stream)->writes(to, n_bytes, "a copy");
     of(stream)->command([=] { std::memcpy(to, from, n_bytes); });
   }
   void fill(int, void* memory, uint8_t byte, size_t n_bytes, Stream stream) override {
+    of(stream)->writes(memory, n_bytes, "a fill");
     of(stream)->command([=] { std::memset(memory, byte, n_bytes); });
   }
   void run(int, const KernelCall& call, Stream stream) override {
     auto pieces = std::make_shared<std::vector<GpuPiece>>(call.pieces, call.pieces + call.n_pieces);
     KernelCall later = call;
     later.pieces = pieces->data();
+    touch(*of(stream), later);
     of(stream)->command([later, pieces] { run_on_host(later); });
   }
   void load_kernels(int) override {}
@@ -158,20 +186,43 @@ class FakeDevice : public Device {
   void restore_current(int) override {}
 
  private:
-  static uint64_t latest(FakeEvent& event) {
+  static std::pair<uint64_t, Races::Clock> latest(FakeEvent& event) {
     const std::lock_guard lock(event.mutex);
-    return event.recorded;
+    return {event.recorded, event.work};
+  }
+  // The memory that a kernel uses.
+  static void touch(FakeStream& stream, const KernelCall& call) {
+    const bool packs = call.step == KernelCall::kMeasure || call.step == KernelCall::kPack;
+    const char* const names[] = {"the kernel that measures", "the kernel that packs", "the kernel that unpacks",
+                                 "the kernel that scales"};
+    const char* const what = names[call.step];
+    size_t n_tensors = 0;
+    for (size_t i = 0; i < call.n_pieces; ++i) {
+      const GpuPiece& piece = call.pieces[i];
+      n_tensors = std::max<size_t>(n_tensors, piece.tensor + 1);
+      stream.touch(&stream, piece.address, piece.n_elements * item_bytes(call.grad_dtype), !packs, what);
+      if (call.step != KernelCall::kPack && call.step != KernelCall::kUnpack) continue;
+      stream.touch(&stream, call.wire + piece.wire_offset * kWireAlignment,
+                   piece.n_elements * item_bytes(call.wire_dtype), packs, what);
+    }
+    if (call.exponents != nullptr) {
+      const bool measures = call.step == KernelCall::kMeasure;
+      stream.touch(&stream, call.exponents, n_tensors * sizeof(int32_t), measures, what);
+    }
+    if (call.divisor != nullptr) stream.reads(call.divisor, sizeof(double), what);
   }
   static void wait_for(FakeEvent& event, uint64_t number) {
     std::unique_lock lock(event.mutex);
     event.changed.wait(lock, [&] { return event.reached >= number; });
   }
   // CUDA's handles of the legacy default stream are 0 and 1, of the per-thread one 2.
-  FakeStream* of(Stream stream) {
+  static FakeStream* of(Stream stream) {
     if (reinterpret_cast<uintptr_t>(stream) > 2) return static_cast<FakeStream*>(static_cast<FakeStreamHead*>(stream));
     static FakeStream* const legacy = new FakeStream;
     return legacy;
   }
+
+  friend void horo::see_done(Stream stream);
 };
 
 std::vector<std::string> names() {
@@ -183,6 +234,10 @@ std::vector<std::string> names() {
 }
 
 }  // namespace
+
+void see_done(Stream stream) { races().seen(races().queued(FakeDevice::of(stream)->number)); }
+
+void forget(const void* address, size_t n_bytes) { races().forget(address, n_bytes); }
 
 const FakeGpus& fake_gpus() {
   static const FakeGpus* const gpus = new FakeGpus{new FakeDevice, names()};

@@ -1,5 +1,6 @@
 // A GPU in host memory. Every stream is a thread that executes a queue, so streams are only ordered where a caller
-// orders them, as on a GPU.
+// orders them, as on a GPU. Accesses to memory that are not ordered abort the process, in whichever order they run
+// (races.h).
 #pragma once
 
 #include "gpu/device.h"
@@ -8,10 +9,16 @@ namespace horo {
 
 // HORO_LITE_TEST_GPUS lists the names of its GPUs, as in "a,b". Every call returns the same object.
 const FakeGpus& fake_gpus();
+// The host has seen that all work that is queued on the stream so far is done.
+void see_done(Stream stream);
+// This memory is free.
+void forget(const void* address, size_t n_bytes);
 
 // The beginning of every stream of the fake device, with which others (a stand-in for NCCL) queue work on it.
 struct FakeStreamHead {
   void (*enqueue)(FakeStreamHead* stream, void (*work)(void*), void* argument);
+  // Declares, before it is queued, that work called `what` reads or writes this memory.
+  void (*touch)(FakeStreamHead* stream, const void* address, size_t n_bytes, bool writes, const char* what);
 };
 
 }  // namespace horo

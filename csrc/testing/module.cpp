@@ -37,6 +37,9 @@ KernelCall::Step step_of(const std::string& name) {
   throw std::invalid_argument("unknown step '" + name + "'");
 }
 
+// An address and a number of bytes.
+using Memory = std::vector<std::tuple<uintptr_t, size_t>>;
+
 using PieceTuple = std::tuple<uintptr_t, uint32_t, uint32_t, uint32_t>;
 
 void run_kernel(DeviceQueue* queue, const std::string& step, const std::string& grad_dtype,
@@ -87,13 +90,23 @@ NB_MODULE(_testing, m) {
       "fake_gpus", [] { return nb::capsule(&fake_gpus()); },
       "Returns GPUs in host memory, for _native, with the names in HORO_LITE_TEST_GPUS. Their streams are threads.");
 
+  m.def(
+      "forget", [](uintptr_t address, size_t n_bytes) { forget(reinterpret_cast<void*>(address), n_bytes); },
+      "address"_a, "n_bytes"_a, "This memory is free.");
+
   nb::class_<FakeStream>(m, "FakeStream", "A stream of the fake GPUs.")
       .def(nb::new_([] { return unlocked(new FakeStream); }))
       .def_prop_ro("handle", [](const FakeStream& self) { return reinterpret_cast<uintptr_t>(self.stream); })
       .def(
           "call",
-          [](FakeStream& self, Function<nb::object()> function) {
+          [](FakeStream& self, Function<nb::object()> function, const Memory& reads, const Memory& writes) {
             auto* head = static_cast<FakeStreamHead*>(self.stream);
+            for (const auto& [address, n_bytes] : reads) {
+              head->touch(head, reinterpret_cast<void*>(address), n_bytes, false, "a kernel of the caller");
+            }
+            for (const auto& [address, n_bytes] : writes) {
+              head->touch(head, reinterpret_cast<void*>(address), n_bytes, true, "a kernel of the caller");
+            }
             auto* held = new Shared(shared(function));
             head->enqueue(
                 head,
@@ -104,7 +117,11 @@ NB_MODULE(_testing, m) {
                 },
                 held);
           },
-          "function"_a, "Queues a call.")
+          "function"_a, "reads"_a = Memory(), "writes"_a = Memory(),
+          "Queues a call, which reads and writes memory given as addresses and numbers of bytes.")
+      .def(
+          "see_done", [](FakeStream& self) { see_done(self.stream); },
+          "The host has seen that all work queued here so far is done.")
       .def(
           "lead",
           [](FakeStream& self, uintptr_t consumer) {

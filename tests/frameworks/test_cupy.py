@@ -123,6 +123,7 @@ class TestCupy(Contract):
             found.append(adapter_of(x).zeros_like(x))
             found.append(adapter_of(x).from_numpy(np.ones(2), x))
             found.append(hvd.average_gradients([x, x if group.rank else None])[1])
+            found[-1].get()  # this stream has read x, which the other one frees
 
         thread = threading.Thread(target=call)
         thread.start()

@@ -2,7 +2,8 @@
 
 Work is queued on a stream and executed by a thread, some of it late. Memory that is no longer
 referenced is overwritten in the order of the stream it was allocated for, as if an allocator reused
-it. Reads and writes that are not ordered with the current stream get garbage.
+it. Reads and writes that are not ordered with the current stream get garbage, and the first of them
+aborts the process (csrc/testing/races.h).
 """
 
 from __future__ import annotations
@@ -76,7 +77,12 @@ class FakeGpuArray:
     def __del__(self) -> None:
         if self.alive and self._owner is None:
             memory = self._memory
-            self._stream.call(lambda: spoil(memory))
+
+            def free() -> None:
+                spoil(memory)
+                _testing.forget(*extent(memory))
+
+            self._stream.call(free, writes=[extent(memory)])
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return 2, self.device
@@ -90,7 +96,13 @@ class FakeGpuArray:
         address = memory.__array_interface__["data"][0]
         return _native.dlpack_capsule(address, self.shape, name, self.device, self, strides)
 
-    def queue(self, work: Callable[[np.ndarray], object], *, late: bool = False) -> FakeGpuArray:
+    def queue(
+        self,
+        work: Callable[[np.ndarray], object],
+        *others: FakeGpuArray,
+        late: bool = False,
+    ) -> FakeGpuArray:
+        """Queue work that changes this array, and may read the others."""
         memory = self._memory
 
         def run() -> None:
@@ -98,7 +110,8 @@ class FakeGpuArray:
                 time.sleep(LATE_S)
             work(memory)
 
-        stream().call(run)
+        reads = [extent(other._memory) for other in others]
+        stream().call(run, reads, [extent(memory)])
         return self
 
     def fill(self, values: Any) -> FakeGpuArray:
@@ -111,14 +124,14 @@ class FakeGpuArray:
 
     def subtract(self, other: FakeGpuArray, factor: float) -> FakeGpuArray:
         theirs = other._memory
-        return self.queue(lambda memory: np.subtract(memory, factor * theirs, out=memory))
+        return self.queue(lambda memory: np.subtract(memory, factor * theirs, out=memory), other)
 
     def copy(self) -> FakeGpuArray:
         return empty(self.shape, self.dtype, self.device)._take(self)
 
     def _take(self, other: FakeGpuArray) -> FakeGpuArray:
         theirs = other._memory
-        return self.queue(lambda memory: np.copyto(memory, theirs))
+        return self.queue(lambda memory: np.copyto(memory, theirs), other)
 
     def reshape(self, shape: tuple[int, ...]) -> FakeGpuArray:
         return FakeGpuArray(self._memory.reshape(shape), self.device, self._owner or self)
@@ -140,9 +153,20 @@ class FakeGpuArray:
         done = threading.Event()
         result: list[np.ndarray] = []
         memory = self._memory
-        stream().call(lambda: (result.append(memory.copy()), done.set()))
+        stream().call(lambda: (result.append(memory.copy()), done.set()), [extent(memory)])
         assert done.wait(20), "the stream is stuck"
+        stream().see_done()
         return result[0]
+
+
+def extent(memory: np.ndarray) -> tuple[int, int]:
+    """Return the address of an array, and the number of bytes from its first to its last one."""
+    if not memory.size:
+        return memory.ctypes.data, 0
+    steps = [(n - 1) * step for n, step in zip(memory.shape, memory.strides, strict=True)]
+    before = sum(step for step in steps if step < 0)
+    after = sum(step for step in steps if step > 0) + memory.itemsize
+    return memory.ctypes.data + before, after - before
 
 
 def spoil(memory: np.ndarray) -> None:

@@ -77,3 +77,40 @@ def test_one_process() -> None:
         timeout_s=60,
     ).check()
     assert "checks passed over staged, told 0 times" in result.stdout
+
+
+MISSING_ORDER = {
+    "after what the caller has queued": "GpuMemory.begin = lambda self, reads_sources=False: None",
+    "before what the caller queues next": "GpuMemory.end = lambda self: None",
+    "of memory that is freed while a result is read": "_native.DeviceQueue.hold = lambda *_: None",
+}
+
+
+@pytest.mark.launches
+@pytest.mark.parametrize("planted", MISSING_ORDER.values(), ids=list(MISSING_ORDER))
+def test_missing_order_is_found_whenever_things_run(planted: str) -> None:
+    """So the checks of this file show that nothing on the GPU depends on luck."""
+    result = run_ranks(
+        f"""
+        import numpy as np
+        import fake_device
+        import horo_lite as hvd
+        from horo_lite import _native
+        from horo_lite.collectives.arrays import GpuMemory
+        {planted}
+        device = hvd.init().device.index
+        for _ in range(3):
+            x = fake_device.array(np.ones(1000), device=device)
+            hvd.allreduce_(x)
+            x.add(1)
+            handles = [hvd.allgather_async(x) for _ in range(3)]
+            fake_device.stream().call(lambda: None)
+            for handle in handles:
+                hvd.synchronize(handle)
+        """,
+        2,
+        env=environment(2, gpus="a,b"),
+        timeout_s=30,
+    )
+    assert result.returncode != 0, str(result)
+    assert "the fake GPU: a race" in result.stderr, str(result)

@@ -57,6 +57,7 @@ namespace {
 // The beginning of every stream of the fake device, as defined in csrc/gpu/device.h.
 struct FakeStreamHead {
   void (*enqueue)(FakeStreamHead* stream, void (*work)(void*), void* argument);
+  void (*touch)(FakeStreamHead* stream, const void* address, size_t n_bytes, bool writes, const char* what);
 };
 
 constexpr int kMaxRanks = 16;
@@ -529,8 +530,23 @@ void run_work(void* argument) {
   if (work->run()) ++work->comm->n_done;
 }
 
+// Declares what memory the work uses.
+void touch(const Work& work) {
+  for (const Op& op : work.ops) {
+    const size_t n_bytes = op.n * item_bytes_of(op.type);
+    const bool is_broadcast = op.kind == Kind::kBroadcast, is_root = is_broadcast && op.argument == work.comm->rank;
+    if (op.kind == Kind::kAllReduce || op.kind == Kind::kSend || is_root) {
+      work.stream->touch(work.stream, op.from, n_bytes, false, "an operation of NCCL");
+    }
+    if (op.kind == Kind::kAllReduce || op.kind == Kind::kRecv || (is_broadcast && !is_root)) {
+      work.stream->touch(work.stream, op.to, n_bytes, true, "an operation of NCCL");
+    }
+  }
+}
+
 void enqueue(std::vector<std::unique_ptr<Work>>& works) {
   for (std::unique_ptr<Work>& work : works) {
+    touch(*work);
     FakeStreamHead* stream = work->stream;
     stream->enqueue(stream, run_work, work.release());
   }
