@@ -253,8 +253,8 @@ def shutdown() -> None:
 
     Every rank calls it; asynchronous operations that all ranks have submitted are completed. A rank
     that continues without calling it gets PeerLostError in its next collective. `init()` may be
-    called again. Without a world, and in a forked child, this does nothing. MPI stays initialised
-    until the process ends.
+    called again. Without a world, and in a forked child, this does nothing: if `init()` has raised,
+    the end of this rank must still end the job. MPI stays initialised until the process ends.
 
     Raises:
         HoroLiteError: An asynchronous operation that was not waited for has failed.
