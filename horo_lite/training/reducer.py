@@ -740,9 +740,17 @@ class Reducer:
 
 
 def learning_rates(param_groups: Any) -> tuple[float, ...]:
-    """Return the learning rates of groups like torch's, as far as they are numbers."""
-    rates = [group.get("lr") for group in param_groups if isinstance(group, dict)]
-    return tuple(rate for rate in rates if isinstance(rate, (int, float)))
+    """Return the learning rates of groups like torch's, except those on a GPU."""
+    rates: list[Any] = [group.get("lr") for group in param_groups if isinstance(group, dict)]
+    return tuple(
+        rate if isinstance(rate, (int, float)) else rate.item()
+        for rate in rates
+        if isinstance(rate, (int, float)) or _is_number_in_memory(rate)
+    )
+
+
+def _is_number_in_memory(x: Any) -> bool:
+    return hasattr(x, "item") and math.prod(getattr(x, "shape", (0,))) == 1 and gpu_of(x) is None
 
 
 def shown(rates: tuple[float, ...]) -> str:

@@ -1641,13 +1641,16 @@ def test_an_error_in_one_optimizer_leaves_the_others_usable() -> None:
     assert_same_weights(a, b)
 
 
-@pytest.mark.parametrize("how", ["step", "skip_synchronize", "closure"])
+@pytest.mark.parametrize("how", ["step", "skip_synchronize", "closure", "tensor"])
 def test_learning_rates_are_compared_when_they_are_used(how: str) -> None:
     """Until then ranks may differ, as when one has loaded a checkpoint: the others receive it."""
 
     def rank(group: Group) -> Any:
         net = network()
-        optimizer = wrap(torch.optim.SGD(net.parameters(), lr=0.1 * (1 + group.rank)), group, net)
+        rate: Any = 0.1 * (1 + group.rank)
+        if how == "tensor":
+            rate = torch.tensor(rate, dtype=torch.float64)
+        optimizer = wrap(torch.optim.SGD(net.parameters(), lr=rate), group, net)
 
         def step(k: int, *, broadcasts: bool) -> None:
             def closure() -> Any:
@@ -1664,7 +1667,7 @@ def test_learning_rates_are_compared_when_they_are_used(how: str) -> None:
             closure()
             if broadcasts:
                 broadcast_optimizer_state(optimizer, 0, group=group)
-            with optimizer.skip_synchronize() if how != "step" else contextlib.nullcontext():
+            with optimizer.skip_synchronize() if how[:4] == "skip" else contextlib.nullcontext():
                 optimizer.step()
 
         step(0, broadcasts=True)
