@@ -23,9 +23,13 @@ import numpy as np
 import pytest
 
 import horo_lite
-import horo_lite.keras as hvd
 from horo_lite.collectives import arrays
-from horo_lite.keras.base import is_keras2, keras
+
+with pytest.MonkeyPatch.context() as patch:
+    # Keras imports scikit-learn for wrappers, if it is installed, which takes as long as the rest.
+    patch.setitem(sys.modules, "sklearn", None)
+    import horo_lite.keras as hvd
+    from horo_lite.keras.base import is_keras2, keras
 
 BACKEND = "tf_keras" if is_keras2 else keras.backend.backend()
 FAMILIES = (keras.optimizers, keras.optimizers.legacy) if is_keras2 else (keras.optimizers,)
@@ -510,40 +514,40 @@ def check_metrics_that_are_arrays() -> None:
 
 def check_what_acts_on_averages() -> None:
     """Clipping, decay, accumulation and moving averages, one at a time, beside a frozen layer."""
-    for options in (
+    each = (
         {"clipnorm": 0.05},
         {"global_clipnorm": 0.05},
         {"clipvalue": 0.02},
         {"weight_decay": 0.1},
         {"gradient_accumulation_steps": 2},
         {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 2},
-    ):
-        for n_frozen in (0, 1):
-            make = partial(keras.optimizers.SGD, 0.5, momentum=0.9, **options)
-            model, alone = pair(make)
-            hvd.broadcast_parameters(model)
-            for net in (model, alone):
-                net.layers[0].trainable = not n_frozen
-            start = model.get_weights()
-            for step in range(4):
-                whole = slice(BATCH * step, BATCH * (step + 1))
-                mine = slice(*(bound // world.size for bound in (whole.start, whole.stop)))
-                for net, x, y in (
-                    (model, shard(X)[mine], shard(Y)[mine]),
-                    (alone, X[whole], Y[whole]),
-                ):
-                    found = gradients(net, x, y)
-                    if BACKEND == "torch":
-                        import torch
+    )
+    for options, n_frozen in [*((options, 1) for options in each), (each[1], 0)]:
+        make = partial(keras.optimizers.SGD, 0.5, momentum=0.9, **options)
+        model, alone = pair(make)
+        hvd.broadcast_parameters(model)
+        for net in (model, alone):
+            net.layers[0].trainable = not n_frozen
+        start = model.get_weights()
+        for step in range(4):
+            whole = slice(BATCH * step, BATCH * (step + 1))
+            mine = slice(*(bound // world.size for bound in (whole.start, whole.stop)))
+            for net, x, y in (
+                (model, shard(X)[mine], shard(Y)[mine]),
+                (alone, X[whole], Y[whole]),
+            ):
+                found = gradients(net, x, y)
+                if BACKEND == "torch":
+                    import torch
 
-                        with torch.no_grad():
-                            net.optimizer.apply(found, net.trainable_variables)
-                    else:
+                    with torch.no_grad():
                         net.optimizer.apply(found, net.trainable_variables)
-            check_same_bits(model)
-            check_close(model, alone)
-            moved = [(a != b).any() for a, b in zip(start, model.get_weights(), strict=True)]
-            assert moved == [not n_frozen] * 2 + [True] * 2
+                else:
+                    net.optimizer.apply(found, net.trainable_variables)
+        check_same_bits(model)
+        check_close(model, alone)
+        moved = [(a != b).any() for a, b in zip(start, model.get_weights(), strict=True)]
+        assert moved == [not n_frozen] * 2 + [True] * 2
 
 
 def check_words() -> None:

@@ -7,10 +7,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from compile_once import COMPILE_ONCE
 from digits_runs import accuracy_of
 from launch import Result, run_ranks
 from worlds import script_on_ranks
+from xla_variables import compilation
 
 pytestmark = [pytest.mark.served, pytest.mark.timeout(600)]
 
@@ -50,9 +50,8 @@ def ranks(
 ) -> Result:
     code = f"{START}\nassert hvd.inside_jit() == {way!r}\n{code}\nprint('done', rank)\n"
     env = {"HORO_LITE_INSIDE_JIT": way, "HORO_LITE_TEST_HOSTS": hosts}
-    # A fifth of the CPU time of these tests is spent in LLVM, for loops that run for microseconds.
-    jax = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0" if optimized else "1", "XLA_FLAGS": xla_flags}
-    return script_on_ranks(code, np, env=env, job_env=jax | COMPILE_ONCE, timeout_s=180)
+    job_env = compilation(xla_flags, optimized=optimized)
+    return script_on_ranks(code, np, env=env, job_env=job_env, timeout_s=180)
 
 
 TRAIN = """
@@ -151,7 +150,6 @@ assert np.allclose(tiny, np.float32([1e-9, 3e-9]) * sum(range(1, size + 1)), rto
 """,
         np,
         way,
-        optimized=way == "xla",
     )
 
 
@@ -174,10 +172,16 @@ def look(number, inputs, results):
     return error
 
 _native.xla_handler(look, (0, 3))
-train(hvd.DistributedOptimizer(optax.sgd(0.1)), params, x[mine], y[mine], steps=3)
+weight = jnp.float32(n_mine)
+tx = hvd.DistributedOptimizer(optax.sgd(0.1))
+together = train(tx, params, x[mine], y[mine], steps=3, weight=weight)
+check_alike(together)
+alone = train(optax.sgd(0.1), params, x, y, steps=3)
+close(together, alone, rtol=1e-5, atol=1e-6)  # also with all of XLA's optimizations
 assert len(seen) == 3
 for inputs, results, copied in seen:
-    assert len(inputs) == 4 and inputs == results and copied == 0
+    *gradients, _ = inputs  # and the weight
+    assert len(gradients) == 4 and gradients == results and copied == 0
 _native.xla_handler(primitive._run, (0, 3))
 assert _native.xla_handler(primitive._run, (0, 4)) is None
 """,
