@@ -65,14 +65,18 @@ def furthest(path: Path, other: Path) -> float:
             # Each size and each format: combinations are tested in tests/collectives. One under
             # every MPI: on one host MPI starts the ranks, but does not take part in the exchange.
             (NUMPY, [pytest.mark.mpi, pytest.mark.quick], [(2, "float32")]),
-            (NUMPY, (), [(1, "float32"), (2, "bfloat16"), (4, "float16")]),
-            (TORCH, needs_torch, [(2, "float16")]),
+            (NUMPY, (), [(1, "float32")]),
+            (NUMPY, pytest.mark.served, [(2, "bfloat16"), (4, "float16")]),
+            (TORCH, [pytest.mark.served, needs_torch], [(2, "float16")]),
         ]
         for size, wire in cases
     ],
 )
-def test_digits_are_learned_alike_on_all_ranks(example: str, size: int, wire: str) -> None:
-    result = run(example, size, *HALVES[wire]).check()
+def test_digits_are_learned_alike_on_all_ranks(
+    example: str, size: int, wire: str, request: pytest.FixtureRequest
+) -> None:
+    served = request.node.get_closest_marker("served")
+    result = (printed_by if served else run)(example, size, *HALVES[wire]).check()
     assert accuracy(result) > 0.97
     table = re.findall(r"^ +\d+ +\d+\.\d+ +\d\.\d+ +[\d,]+ +(?:[\d.]+%|-)$", result.stdout, re.M)
     assert len(table) == 12
@@ -148,7 +152,7 @@ def test_shares_add_up_to_the_whole_batch_whatever_the_cpu(kernels: dict[str, st
         assert set(kernels.values()) <= set(used.split())
 
 
-@pytest.mark.mpi
+@pytest.mark.launches
 def test_a_forgotten_broadcast_is_noticed() -> None:
     code = (EXAMPLES / "digits_numpy.py").read_text()
     line = "    hvd.broadcast_parameters(net.params)\n"

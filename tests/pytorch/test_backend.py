@@ -37,7 +37,6 @@ def test_collectives_between_hosts() -> None:
     assert result.stdout.count("right") == 3
 
 
-@pytest.mark.mpi
 def test_collectives_where_only_one_thread_may_call_mpi() -> None:
     env = {"MPI4PY_RC_THREAD_LEVEL": "single"}
     result = run_ranks(HERE / "backend_ranks.py", 3, env=env, timeout_s=90).check()
@@ -73,7 +72,6 @@ def test_what_ddp_shows_of_a_fault(fault: str, expected: list[str], tmp_path: Pa
             assert text in job.stderr(), job.result()
 
 
-@pytest.mark.mpi
 def test_a_wait_for_each_other_in_two_groups_of_the_same_ranks_names_the_groups() -> None:
     script = """
         import torch

@@ -20,7 +20,9 @@ from ray import util as util
 
 NODE = {"CPU": 4.0, "GPU": 2.0}
 N_NODES = 2
-_spawn = multiprocessing.get_context("spawn")
+# Actors are forks of a process that has imported PyTorch, and nothing else of the driver.
+_fork = multiprocessing.get_context("forkserver")
+_fork.set_forkserver_preload(["torch"])
 _is_connected = False
 node, gpu_ids = "", []  # of the actor that this process is
 started: list[Any] = []  # all processes that were started
@@ -129,8 +131,8 @@ class _Actor:
         where, gpus = strategy.group.place(
             strategy.bundle, {"CPU": options["num_cpus"], "GPU": options["num_gpus"]}
         )
-        self._pipe, theirs = _spawn.Pipe()
-        self.process = _spawn.Process(target=_serve, args=(theirs, where, gpus), daemon=True)
+        self._pipe, theirs = _fork.Pipe()
+        self.process = _fork.Process(target=_serve, args=(theirs, where, gpus), daemon=True)
         self.process.start()
         theirs.close()
         started.append(self.process)
