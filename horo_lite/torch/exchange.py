@@ -438,6 +438,14 @@ class GradientExchange:
             slot.touched = slot.touched or self._is_by_hand(slot)
         return any(slot.touched for slot in self.slots)
 
+    def _is_left_out(self) -> bool:
+        """Return whether a step without an exchange would use gradients that need one.
+
+        What the user assigns after synchronize() does not.
+        """
+        is_computed = any(slot.touched and slot.passes for slot in self.slots)
+        return is_computed or (self._step.is_due and self._is_left())
+
     def _is_by_hand(self, slot: Slot) -> bool:
         """Return whether this step has a gradient that no backward() has computed."""
         gradient = slot.parameter.grad
@@ -518,7 +526,7 @@ class GradientExchange:
             else:
                 if not self._is_skipping:
                     self._flush_in_step()
-                elif self.takes_part and self._is_left():
+                elif self.takes_part and self._is_left_out():
                     raise RuntimeError(
                         "skip_synchronize() without synchronize(): every rank would step with its "
                         "own gradients. Call synchronize() first"

@@ -746,8 +746,9 @@ def test_fewer_passes_are_flushed_and_the_model_may_zero_its_gradients() -> None
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_skipping_an_exchange_that_has_not_taken_place_is_an_error(by_hand: bool) -> None:
     def rank(group: Group) -> None:
-        weight = nn.Parameter(torch.zeros(3))
-        optimizer = wrap(torch.optim.SGD([weight], lr=1.0), group, backward_passes_per_step=2)
+        weight, unused = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
+        inner = torch.optim.SGD([weight, unused], lr=1.0)
+        optimizer = wrap(inner, group, backward_passes_per_step=2)
         for synchronizes in (False, True):
             optimizer.zero_grad()
             if by_hand:
@@ -756,7 +757,7 @@ def test_skipping_an_exchange_that_has_not_taken_place_is_an_error(by_hand: bool
                 (weight * (1.0 + group.rank)).sum().backward()
             if synchronizes:
                 optimizer.synchronize()
-                weight.grad = weight.grad / 3
+                weight.grad, unused.grad = weight.grad / 3, torch.zeros(3)
             refused = pytest.raises(RuntimeError, match="without synchronize")
             with (
                 optimizer.skip_synchronize(),
