@@ -13,6 +13,7 @@
 #   MINUTES   for `make soak`: the duration; JOBS is its number of concurrent jobs
 #   JOBS      number of tests or test files that run concurrently, by default 4 where tests mostly wait and 2 where
 #             they compute or their ranks need a core each; JOBS=0: sequentially, as for a debugger
+#   STAGE     for `make gpu-check`: smoke, check (the default), extra or tune
 #   OUT       for `make gpu-check`: a file for its output
 #   ROUNDS    for `make sanitize` and `make explore`: number of repetitions, each with other seeds
 PYTHON ?= python3
@@ -301,7 +302,7 @@ wheel-here: $(VENV)/.built ## build a wheel for this Python and machine from the
 # With $(PYTHON) and the packages that it has.
 gpu-check: export PATH := $(patsubst $(CURDIR)/$(VENV)/bin:%,%,$(PATH))
 gpu-check: ## run the checks that need a GPU; builds for it, downloads nothing (8 minutes)
-	@OUT="$(OUT)" $(PYTHON) tests/gpu/check.py
+	@OUT="$(OUT)" HORO_LITE_TEST_GPU_STAGE="$(STAGE)" $(PYTHON) tests/gpu/check.py
 
 clean: ## remove the environments and everything built
 	rm -rf .venv .venv-* build dist *.egg-info horo_lite/*.so horo_lite/*.pyi

@@ -1,10 +1,13 @@
-"""Everything that only a GPU can prove, on one GPU, in one table: `make gpu-check`.
+"""Everything that only a GPU can prove, on one GPU, in tables: `make gpu-check`.
 
 Builds the extension for this machine's GPU into build/gpu-check/, with the Python that runs this
 and its packages: nothing is downloaded. Every step is a separate process (or one per rank) with a
 time limit, so that a hang costs one step. Each line says what passed, FAILED or was not checked and
 why; the last one is `N passed, N failed`, and the exit status is 0 only if none failed.
 
+    HORO_LITE_TEST_GPU_STAGE  "check" (the default), all but the following; "smoke", what is most
+                          likely to fail; "extra", optimizers of torch; "tune", which of NCCL's
+                          settings two ranks on one GPU need, with its log
     OUT                   a file for the same lines
     HORO_LITE_TEST_GPUS   "a": a dry run on the fake device, which tests these checks, not a GPU
     HORO_LITE_TEST_GPU_ONLY  parts of steps' names, separated by semicolons: only those
@@ -48,8 +51,11 @@ NCCL_ON_ONE_GPU = {
     "NCCL_IB_DISABLE": "1",
     "NCCL_P2P_DISABLE": "1",
     "NCCL_SHM_DISABLE": "1",
+    "NCCL_MNNVL_ENABLE": "0",
+    "NCCL_RAS_ENABLE": "0",
     "NCCL_DEBUG": "WARN",
 }
+STAGE = os.environ.get("HORO_LITE_TEST_GPU_STAGE") or "check"
 
 
 @dataclass
@@ -70,6 +76,7 @@ class Step:
     expect: str = ""  # then its output must contain this
     dies: Sequence[int] = ()  # ranks that are killed on purpose
     dry: bool = True  # also possible on the fake device
+    shows: bool = False  # its output, even if it passes
 
 
 class Table:
@@ -97,20 +104,57 @@ def python(script: str | Path, *args: str) -> list[str]:
     return [sys.executable, str(script), *args]
 
 
-def steps() -> list[Step]:
-    found = [
-        Step(
-            "kernels against their host versions",
-            [
-                *(sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir", str(TESTS)),
-                *("-q", "--no-header", "--tb=short", "-p", "kernels", "-p", "no:cacheprovider"),
-                *("-k", "not pairs_without and not no_pieces", str(CSRC / "test_gpu_kernels.py")),
-            ],
-            limit_s=90,
-            needs=["pytest", "ml_dtypes"],
-        ),
-        Step("bandwidth", python(HERE / "bandwidth.py"), 60, needs=["torch"]),
+def kernels() -> Step:
+    return Step(
+        "kernels against their host versions",
+        [
+            *(sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir", str(TESTS)),
+            *("-q", "--no-header", "--tb=short", "-p", "kernels", "-p", "no:cacheprovider"),
+            *("-k", "not pairs_without and not no_pieces", str(CSRC / "test_gpu_kernels.py")),
+        ],
+        limit_s=150,
+        needs=["pytest", "ml_dtypes"],
+    )
+
+
+def smoke() -> list[Step]:
+    """Return the steps that show whether there is anything to go on with."""
+    script = python(HERE / "collectives.py", LIBRARIES[0])
+    needs = ["ml_dtypes", LIBRARIES[0]]
+    return [
+        kernels(),
+        Step("1 rank, NCCL", [*script, "alone"], 90, 1, needs),
+        Step("2 ranks, NCCL", [*script, "nccl"], 120, 2, needs, NCCL_ON_ONE_GPU),
     ]
+
+
+def extra() -> list[Step]:
+    """Return the steps with optimizers of torch."""
+    script = python(HERE / "torch_steps.py")
+    return [
+        Step("torch's optimizers, 1 rank", [*script, "alone"], 120, 1, ["torch"]),
+        Step("torch's optimizers, 2 ranks", [*script, "nccl"], 180, 2, ["torch"], NCCL_ON_ONE_GPU),
+    ]
+
+
+def tune() -> list[Step]:
+    """Return the same step with less and less of what two ranks on one GPU may need."""
+    script = python(HERE / "collectives.py", LIBRARIES[0], "nccl", "--only", "shapes and groups")
+    log = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,ENV,NET"}
+    found, env = [], {**NCCL_ON_ONE_GPU, **log}
+    names = ("NCCL_RAS_ENABLE", "NCCL_MNNVL_ENABLE", "NCCL_SHM_DISABLE", "NCCL_P2P_DISABLE")
+    for dropped in (None, *names):
+        if dropped:
+            del env[dropped]
+        name = f"2 ranks without {dropped}, too" if dropped else "2 ranks with all settings"
+        needs = ["ml_dtypes", LIBRARIES[0]]
+        found.append(Step(name, script, 60, 2, needs, dict(env), shows=True))
+    return found
+
+
+def check() -> list[Step]:
+    """Return all steps but those of the other stages."""
+    found = [kernels(), Step("bandwidth", python(HERE / "bandwidth.py"), 60, needs=["torch"])]
     for library in LIBRARIES:
         script = python(HERE / "collectives.py", library)
         needs = ["ml_dtypes", library]
@@ -153,6 +197,9 @@ def steps() -> list[Step]:
         command = [*sanitizer, "--tool", tool, *(quiet if tool == "memcheck" else []), *script]
         found.append(Step(f"{tool} of {what}", command, 90, 0, needs, {}, True, expect, dry=False))
     return found
+
+
+STAGES = {"smoke": smoke, "check": check, "extra": extra, "tune": tune}
 
 
 def missing(step: Step) -> str:
@@ -259,7 +306,7 @@ def run(step: Step, table: Table, left_s: float) -> None:
         where = f" in {current!r}" if current else ""
         table.verdict("FAILED", f"{step.name}: {'; '.join(bad)}{where}")
         table.verdict("not checked", f"what would have come after that in {step.name!r}")
-    if bad:
+    if bad or step.shows:
         show(table, logs, said if step.counts else [])
     table.line(f"  ({time.monotonic() - began:.1f} s)")
 
@@ -444,7 +491,7 @@ def main() -> int:
         return 2
     sys.path[:0] = [str(PACKAGE), str(HERE), str(SUPPORT)]
     only = os.environ.get("HORO_LITE_TEST_GPU_ONLY", "").split(";")
-    for step in steps():
+    for step in STAGES[STAGE]():
         if not any(part in step.name for part in only):
             continue
         left_s = LIMIT_S - (time.monotonic() - began)

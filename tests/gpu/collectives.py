@@ -1,6 +1,6 @@
 """Checks of the public API with arrays on a GPU, run by every rank: see `make gpu-check`.
 
-    collectives.py LIBRARY nccl|staged|alone [--lose-a-peer]
+    collectives.py LIBRARY nccl|staged|alone [--lose-a-peer] [--only NAME]
 
 Every rank computes the inputs of all ranks, and the expected results with the oracle, and compares.
 No two ranks' inputs are the same. Sums are of small whole numbers, exact in every dtype, unless a
@@ -380,6 +380,7 @@ def main() -> int:
     parser.add_argument("framework", choices=LIBRARIES)
     parser.add_argument("transport", choices=["nccl", "staged", "alone"])
     parser.add_argument("--lose-a-peer", action="store_true")
+    parser.add_argument("--only", default="", help="a part of the names of checks")
     args = parser.parse_args()
     faulthandler.enable()
     faulthandler.dump_traceback_later(float(os.environ.get("HORO_LITE_TEST_GPU_S", "60")) * 0.9)
@@ -401,7 +402,7 @@ def main() -> int:
             use_nccl_alone(world)
         failed = False
         for name, check in CHECKS.items():
-            if why_not(name, library, args.transport, world.size) is None:
+            if args.only in name and why_not(name, library, args.transport, world.size) is None:
                 failed |= judged(name, lambda: check(group, library), referee)  # noqa: B023
 
         def how_they_travelled() -> None:

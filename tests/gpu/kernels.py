@@ -1,9 +1,9 @@
 """The kernels on a GPU against their host versions, bit for bit: see `make gpu-check`.
 
-As a plug-in of pytest it makes tests/csrc/test_gpu_kernels.py run everything on the GPU as well: in
-memory that both can access, every call is made on both, and every byte compared, including those
-around the tensors. As a program, `kernels.py`, it makes a few small calls with memory that ends
-where the tensors end, to run under compute-sanitizer.
+As a plug-in of pytest it makes tests/csrc/test_gpu_kernels.py run everything on the GPU as well:
+every call is made on both, and every byte compared, including those around the tensors. As a
+program, `kernels.py`, it makes a few small calls with memory that ends where the tensors end, to
+run under compute-sanitizer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import test_gpu_kernels as cases
 
 from horo_lite import _native, _testing
 
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+FAKE = bool(os.environ.get("HORO_LITE_TEST_GPUS"))
+ALIGNMENT = 256  # of the driver's allocations
 SANITIZED = [1, 9, 257, 1025, 4097]
 
 
@@ -46,56 +47,79 @@ def queue() -> _native.DeviceQueue:
     return _native.DeviceQueue(0)
 
 
-def shared_bytes(n_bytes: int) -> Bytes:
-    """Return zeros that CPU and GPU can read and write, without memory beyond their end."""
-    if os.environ.get("HORO_LITE_TEST_GPUS"):
-        return np.zeros(n_bytes, np.uint8)
-    address, global_ = ctypes.c_uint64(), 1
-    size = ctypes.c_size_t(max(n_bytes, 1))
-    must(driver().cuMemAllocManaged(ctypes.byref(address), size, global_), "cuMemAllocManaged")
-    memory = np.frombuffer((ctypes.c_uint8 * n_bytes).from_address(address.value), np.uint8)
-    memory[:] = 0
-    # NumPy keeps the object that it was created from; when this is freed, nothing refers to the
-    # memory.
-    weakref.finalize(memory.base, driver().cuMemFree_v2, address)
-    return memory
+class Mirror:
+    """Zeros on the host, and as many bytes on the GPU, none of them beyond their end."""
+
+    def __init__(self, n_bytes: int) -> None:
+        memory = np.zeros(n_bytes + ALIGNMENT, np.uint8)
+        skip = -memory.ctypes.data % ALIGNMENT
+        self.host = memory[skip : skip + n_bytes]
+        self.address = self.host.ctypes.data
+        self.shift = 0  # from an address on the host to that on the GPU
+        if not FAKE:
+            there = ctypes.c_uint64()
+            size = ctypes.c_size_t(max(n_bytes, 1))
+            must(driver().cuMemAlloc_v2(ctypes.byref(there), size), "cuMemAlloc")
+            self.shift = there.value - self.address
+            weakref.finalize(self, driver().cuMemFree_v2, there)
+
+    @property
+    def there(self) -> int:
+        """The address on the GPU."""
+        return self.address + self.shift
+
+    def upload(self) -> None:
+        there, size = ctypes.c_uint64(self.there), ctypes.c_size_t(self.host.size)
+        if self.shift and self.host.size:
+            here = ctypes.c_void_p(self.address)
+            must(driver().cuMemcpyHtoD_v2(there, here, size), "cuMemcpyHtoD")
+
+    def download(self) -> None:
+        there, size = ctypes.c_uint64(self.there), ctypes.c_size_t(self.host.size)
+        if self.shift and self.host.size:
+            here = ctypes.c_void_p(self.address)
+            must(driver().cuMemcpyDtoH_v2(here, there, size), "cuMemcpyDtoH")
 
 
 class Buffer(cases.Buffer):
     def __init__(self, n_bytes: int) -> None:
-        self._memory = shared_bytes(n_bytes + cases.WIRE_UNIT)
+        self.mirror = Mirror(n_bytes + cases.WIRE_UNIT)
+        self._memory = self.mirror.host
         self._memory[:] = cases.GUARD
-        skip = -self._memory.ctypes.data % cases.WIRE_UNIT
-        self.bytes = self._memory[skip : skip + n_bytes]
-        self.address = self.bytes.ctypes.data
+        self.bytes = self._memory[:n_bytes]
+        self.address = self.mirror.address
 
 
 def run(step: str, tensors: Any, **options: Any) -> None:
     """Run the kernel on the CPU and then, from the same state, on the GPU: compare all bytes."""
     arrays = {name: x for name, x in options.items() if isinstance(x, np.ndarray)}
     numbers = {name: x for name, x in options.items() if name not in arrays}
-    shared = {name: shared_bytes(x.nbytes) for name, x in arrays.items()}
+    mirrors = {"tensors": tensors.memory.mirror, "wire": tensors.wire.mirror}
     for name, x in arrays.items():
-        shared[name][:] = x.view(np.uint8).ravel()
-    places = [tensors.memory.bytes, tensors.wire.bytes, *shared.values()]
-    addresses = {name: x.ctypes.data for name, x in shared.items()}
-    before = [place.copy() for place in places]
+        mirrors[name] = Mirror(x.nbytes)
+        mirrors[name].host[:] = x.view(np.uint8).ravel()
+    before = [mirror.host.copy() for mirror in mirrors.values()]
     call = (step, cases.name_of(tensors.dtype), cases.name_of(tensors.wires[0].dtype))
-    options = {"wire": tensors.wire.address, **numbers, **addresses}
-    _testing.run_kernel(None, *call, tensors.pieces, **options)
-    after = [place.copy() for place in places]
-    for place, image in zip(places, before, strict=True):
-        place[:] = image
-    _testing.run_kernel(queue(), *call, tensors.pieces, **options)
+    here = {name: mirrors[name].address for name in ("wire", *arrays)}
+    _testing.run_kernel(None, *call, tensors.pieces, **numbers, **here)
+    after = [mirror.host.copy() for mirror in mirrors.values()]
+    for mirror, image in zip(mirrors.values(), before, strict=True):
+        mirror.host[:] = image
+        mirror.upload()
+    shift = mirrors["tensors"].shift
+    pieces = [(address + shift, *rest) for address, *rest in tensors.pieces]
+    there = {name: mirrors[name].there for name in ("wire", *arrays)}
+    _testing.run_kernel(queue(), *call, pieces, **numbers, **there)
     queue().synchronize()
-    for what, place, image in zip(["tensors", "wire", *shared], places, after, strict=True):
-        wrong = np.flatnonzero(place != image)
+    for (what, mirror), image in zip(mirrors.items(), after, strict=True):
+        mirror.download()
+        wrong = np.flatnonzero(mirror.host != image)
         assert not wrong.size, (
             f"{step}: {wrong.size} bytes of the {what} differ from the host's; the first is number "
-            f"{wrong[0]}: {place[wrong[0]]:#x} instead of {image[wrong[0]]:#x}"
+            f"{wrong[0]}: {mirror.host[wrong[0]]:#x} instead of {image[wrong[0]]:#x}"
         )
     for name, x in arrays.items():
-        x.view(np.uint8).ravel()[:] = shared[name]
+        x.view(np.uint8).ravel()[:] = mirrors[name].host
 
 
 # --- the plug-in ----------------------------------------------------------------------------------
@@ -138,36 +162,40 @@ def small_calls() -> int:
         n = len(SANITIZED)
         units = [-(-size * wire_item // cases.WIRE_UNIT) for size in SANITIZED]
         offsets = np.concatenate([[0], np.cumsum(units)])
-        memory = [shared_bytes((size + 1) * item) for size in SANITIZED]
-        wires = shared_bytes(int(offsets[-1]) * cases.WIRE_UNIT)
-        exponents, stats = shared_bytes(4 * n), shared_bytes(8 * n)
-        exponents[:] = 0x80
+        memory = [Mirror((size + 1) * item) for size in SANITIZED]
+        wires = Mirror(int(offsets[-1]) * cases.WIRE_UNIT)
+        exponents, stats = Mirror(4 * n), Mirror(8 * n)
+        exponents.host[:] = 0x80
         pieces = []
         for i, size in enumerate(SANITIZED):
-            memory[i][item:] = cases.hard(size, kind).view(np.uint8)
-            pieces.append((memory[i].ctypes.data + item, size, int(offsets[i]), i))
-        scales = {"exponents": exponents.ctypes.data, "headroom": 1}
+            memory[i].host[item:] = cases.hard(size, kind).view(np.uint8)
+            pieces.append((memory[i].there + item, size, int(offsets[i]), i))
+        for mirror in (*memory, wires, exponents, stats):
+            mirror.upload()
+        scales = {"exponents": exponents.there, "headroom": 1}
         more = scales if grad in cases.FLOATS else {}
         factors = {"scale": 0.5, "divisor": 3.0} if grad in cases.FLOATS else {}
         calls: list[tuple[str, dict[str, Any]]] = [
             ("measure", scales),
-            ("pack", {**more, "stats": stats.ctypes.data}),
+            ("pack", {**more, "stats": stats.there}),
             ("unpack", {**more, **factors}),
             ("scale", factors),
         ]
         for step, options in calls:
             if step == "measure" and grad not in cases.FLOATS:
                 continue
-            where = {"wire": wires.ctypes.data, **options}
+            where = {"wire": wires.there, **options}
             _testing.run_kernel(queue(), step, grad, wire, pieces, **where)
             queue().synchronize()
             n_calls += 1
         # A thousand small pieces, in the table for many.
-        many = shared_bytes(1000 * 4 * item)
-        wires = shared_bytes(1000 * cases.WIRE_UNIT)
-        pieces = [(many.ctypes.data + 4 * item * i, 3, i, 0) for i in range(1000)]
+        many = Mirror(1000 * 4 * item)
+        wires = Mirror(1000 * cases.WIRE_UNIT)
+        many.upload()
+        wires.upload()
+        pieces = [(many.there + 4 * item * i, 3, i, 0) for i in range(1000)]
         for step in ("pack", "unpack"):
-            _testing.run_kernel(queue(), step, grad, wire, pieces, wire=wires.ctypes.data)
+            _testing.run_kernel(queue(), step, grad, wire, pieces, wire=wires.there)
             queue().synchronize()
             n_calls += 1
     return n_calls

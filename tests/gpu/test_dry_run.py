@@ -39,6 +39,15 @@ def test_on_the_fake_device(only: str, tmp_path: Path) -> None:
     assert out.read_text() == ended.stdout
 
 
+@pytest.mark.parametrize(
+    ("stage", "only", "n_passed"), [("extra", "2 ranks", 8), ("tune", "without NCCL_P2P", 2)]
+)
+def test_the_other_stages(stage: str, only: str, n_passed: int) -> None:
+    ended = check(only, HORO_LITE_TEST_GPUS="a", HORO_LITE_TEST_GPU_STAGE=stage)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ended.stdout.splitlines()[-1] == f"{n_passed} passed, 0 failed"
+
+
 def test_what_fails_is_counted_and_shown() -> None:
     """Here NCCL cannot be found, and no check of a world over it can pass."""
     ended = check("fake device, 1 rank", HORO_LITE_TEST_GPUS="a", HORO_LITE_NCCL_LIB="/nowhere")
