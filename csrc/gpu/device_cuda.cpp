@@ -7,11 +7,25 @@
 namespace horo {
 namespace {
 
+// Errors of a kernel, which every later call reports, whatever it does.
+bool is_of_a_kernel(int error) {
+  for (const int each : {700, 702, 710, 714, 715, 716, 717, 718, 719}) {
+    if (error == each) return true;
+  }
+  return false;
+}
+
 void check(cudaError_t result, const char* what) {
   if (result == cudaSuccess) return;
   cudaGetLastError();  // clears it: the next call must not report it again
-  throw DeviceError(std::string("CUDA could not ") + what + ": " + cudaGetErrorString(result) + " (" +
-                    cudaGetErrorName(result) + ")");
+  const std::string error = std::string(cudaGetErrorString(result)) + " (" + cudaGetErrorName(result) + ")";
+  if (is_of_a_kernel(result)) {
+    throw DeviceError(
+        "a kernel that this process ran on the GPU, of the program or of a library, has failed: " + error +
+        ". The GPU cannot be used any more by this process. CUDA_LAUNCH_BLOCKING=1 shows which kernel it "
+        "was, and compute-sanitizer why");
+  }
+  throw DeviceError(std::string("CUDA could not ") + what + ": " + error);
 }
 
 bool is_ready(cudaError_t result, const char* what) {

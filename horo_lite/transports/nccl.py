@@ -17,6 +17,10 @@ from horo_lite.transports.staged import DEFAULT_STAGE_BYTES, StagedTransport
 # Each operation of NCCL costs the host tens of microseconds, and the GPU has the memory.
 BUCKET_BYTES = 128 * 2**20
 
+# NCCL's text for ncclInvalidUsage, such as several ranks on one GPU, which it may tell apart in
+# other ways than we do.
+_REFUSED = "invalid usage"
+
 _warned: set[str] = set()  # the reasons for slow exchanges that have been reported
 
 
@@ -108,12 +112,14 @@ def connect(host: Transport, queue: _native.DeviceQueue, allowed: bool) -> GpuTr
     agree(host, label, alike, lambda: alike)
     everyone: list[_Endpoint] = allgather_objects(host, mine)
     obstacle = _obstacle(everyone)
-    if obstacle:
+    group = None
+    if not obstacle:
+        group, obstacle = _connect(host, queue, everyone[0].unique_id, bucket_bytes, timeout_s)
+    if group is None:
         if host.rank == 0 and obstacle not in _warned:
             _warned.add(obstacle)
             warn(f"GPU arrays go through the host's memory, which is slow: {obstacle}")
         return staged
-    group = _connect(host, queue, everyone[0].unique_id, bucket_bytes, timeout_s)
     if registers:
         headers = host.agree(0, int(group.can_use_windows), label=label)
         problem = ""
@@ -125,7 +131,9 @@ def connect(host: Transport, queue: _native.DeviceQueue, allowed: bool) -> GpuTr
             group.fail("the bucket could not be registered")
             unique_id = _native.nccl_unique_id() if host.rank == 0 else b""
             unique_id = allgather_objects(host, unique_id)[0]
-            group = _connect(host, queue, unique_id, bucket_bytes, timeout_s)
+            group, obstacle = _connect(host, queue, unique_id, bucket_bytes, timeout_s)
+            if group is None:
+                raise DeviceError(f"the GPUs could not be connected again. {obstacle}")
     return NcclTransport(host, group, staged)
 
 
@@ -135,8 +143,12 @@ def _connect(
     unique_id: bytes,
     bucket_bytes: int,
     timeout_s: float,
-) -> _native.NcclGroup:
-    """Create a communicator of all ranks; if one cannot, all raise DeviceError with reasons."""
+) -> tuple[_native.NcclGroup | None, str]:
+    """Create a communicator of all ranks.
+
+    None, and NCCL's reason, if it cannot be used with these GPUs. If it fails on a rank, all raise
+    DeviceError with reasons.
+    """
     group, problem = None, ""
     try:
         group = _native.NcclGroup(queue, unique_id, host.rank, host.size, bucket_bytes, timeout_s)
@@ -146,12 +158,12 @@ def _connect(
     if any(problems):
         if group is not None:
             group.fail("another rank could not connect its GPU")
-        raise DeviceError(
-            "the GPUs could not be connected. "
-            + "; ".join(f"rank {host.ranks[r]}: {text}" for r, text in enumerate(problems) if text)
-        )
+        each = [f"rank {host.ranks[r]}: {text}" for r, text in enumerate(problems) if text]
+        if all(_REFUSED in text for text in each):
+            return None, "; ".join(each)
+        raise DeviceError("the GPUs could not be connected. " + "; ".join(each))
     assert group is not None
-    return group
+    return group, ""
 
 
 class _Endpoint(NamedTuple):

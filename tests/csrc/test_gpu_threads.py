@@ -44,7 +44,7 @@ def run(command: list[object]) -> str:
     return ended.stdout
 
 
-@pytest.mark.parametrize("job", ["contexts", "current", "abort"])
+@pytest.mark.parametrize("job", ["contexts", "current", "abort", "kernels"])
 def test_all_is_well(checks: Path, job: str) -> None:
     assert "all is well" in run(["timeout", "60", checks, job])
 

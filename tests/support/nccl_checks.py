@@ -266,6 +266,12 @@ def connecting_fails() -> None:
     os.environ["HORO_LITE_FAKE_NCCL_INIT_FAILS"] = ""
     os.environ["HORO_LITE_NCCL_TIMEOUT_S"] = "60"
     usable(group)
+    # NCCL refuses the GPUs, for a reason that is not known before.
+    group = start(FAKE_NCCL_INIT_REFUSED=str(RANK))
+    with pytest.warns(match="Duplicate GPU detected") if RANK == 0 else warnings.catch_warnings():
+        usable(group)
+    assert group._streams is not None
+    assert group._streams[0].transport().name == "staged"
 
 
 def fails_soon(n: int, group: Group) -> None:

@@ -219,6 +219,24 @@ void abort_reaches_a_call_that_does_not_return() {
 
 }  // namespace
 
+void an_earlier_kernel_fails() {
+  std::string why;
+  Device& device = *cuda_device(&why);
+  const Stream stream = device.new_stream(kMine);
+  for (const auto& [error, words] : {std::pair{700, "a kernel that this process ran"}, {1, "CUDA could not fill"}}) {
+    fake_fail(error);
+    std::string text;
+    try {
+      device.fill(kMine, nullptr, 0, 0, stream);
+    } catch (const DeviceError& found) {
+      text = found.what();
+    }
+    fake_fail(0);
+    expect(text.find(words) == 0, text.c_str());
+  }
+  device.delete_stream(kMine, stream);
+}
+
 int main(int, char** arguments) {
   const std::string job = arguments[1];
   if (job == "contexts") every_call({false});
@@ -226,6 +244,7 @@ int main(int, char** arguments) {
     cudaSetDevice(0);
     every_call({true});
   }
+  if (job == "kernels") an_earlier_kernel_fails();
   if (job == "abort") abort_reaches_a_call_that_does_not_return();
   std::printf("%s: all is well\n", job.c_str());
 }

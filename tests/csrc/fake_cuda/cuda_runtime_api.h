@@ -43,4 +43,6 @@ cudaError_t cudaMemsetAsync(void* memory, int byte, size_t n_bytes, cudaStream_t
 // For tests: whether anything has made a context on that GPU, and that something needs the current one's.
 bool fake_has_context(int device);
 void fake_use_current();
+// Every later call returns this error.
+void fake_fail(int error);
 }

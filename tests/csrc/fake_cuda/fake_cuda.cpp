@@ -14,11 +14,12 @@
 namespace {
 
 thread_local int current = 0;
+std::atomic<int> failure{0};
 std::atomic<bool> contexts[2];
 
 cudaError_t used() {
   contexts[current] = true;
-  return cudaSuccess;
+  return static_cast<cudaError_t>(failure.load());
 }
 
 }  // namespace
@@ -34,6 +35,7 @@ extern "C" {
 
 bool fake_has_context(int device) { return contexts[device]; }
 void fake_use_current() { used(); }
+void fake_fail(int error) { failure = error; }
 
 int cuDevicePrimaryCtxGetState(int device, unsigned* flags, int* active) {
   *flags = 0;

@@ -21,6 +21,7 @@
 //                                         op is the root of a broadcast and the peer of send and recv
 //   HORO_LITE_FAKE_NCCL_INIT_HANGS=r[:k]  rank r's (k-th) ncclCommInitRankConfig never completes
 //   HORO_LITE_FAKE_NCCL_INIT_FAILS=r[:k]  ... gives the asynchronous error ncclSystemError
+//   HORO_LITE_FAKE_NCCL_INIT_REFUSED=r[:k]  ... ncclInvalidUsage
 //   HORO_LITE_FAKE_NCCL_FAILS_AT=r:n      the n-th operation (from 1) of rank r gives the asynchronous error
 //                                         ncclRemoteError and never completes
 //   HORO_LITE_FAKE_NCCL_REGISTER_FAILS=1  registering gives ncclSystemError; =null: success and a null handle, as if
@@ -647,6 +648,7 @@ NcclResult initialise(const CommPtr& comm, const Address& address) {
   if (is_meant("INIT_FAILS", comm->home, time)) {
     return refuse(kNcclSystemError, "HORO_LITE_FAKE_NCCL_INIT_FAILS");
   }
+  if (is_meant("INIT_REFUSED", comm->home, time)) return refuse(kNcclInvalidUsage, "Duplicate GPU detected");
   if (comm->aborted) return kNcclInternalError;
   comm->shared = open_shared(address);
   if (comm->shared == nullptr) return refuse(kNcclSystemError, "whoever made the unique id is gone");
