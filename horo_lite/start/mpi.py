@@ -7,7 +7,6 @@ import contextlib
 import ctypes
 import os
 import re
-import shutil
 import sys
 import threading
 import time
@@ -324,13 +323,15 @@ def _mismatch(launch: Launch, library: str) -> LauncherError:
             "MPI but with PyTorch, HORO_LITE_ADDRESS=<host of rank 0>:29500 srun -n "
             f"{launch.size} …, or {how}"
         )
+    from shutil import which  # whose import would take longer than the rest of this file's
+
     return LauncherError(
         f"started by {launch.name}'s launcher as rank {launch.rank} of {launch.size}, but the MPI "
         "library that mpi4py loaded does not support that launcher: each process would be alone.\n"
         f"  MPI library:           {library.strip().splitlines()[0].strip(chr(0))}\n"
         f"  loaded from:           {', '.join(loaded) or 'unknown'}\n"
         f"  mpiexec beside it:     {mpiexec or 'none'}\n"
-        f"  first mpiexec on PATH: {shutil.which('mpiexec') or 'none'}\n"
+        f"  first mpiexec on PATH: {which('mpiexec') or 'none'}\n"
         "What to do: install only one MPI in an environment, and start the job with the launcher "
         f"that belongs to the library: {how}\n"
         "`python -m mpi4py --mpi-lib-version` shows which library mpi4py loads."
