@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -26,7 +27,7 @@ from worlds import on_ranks
 
 import horo_lite as hvd
 from horo_lite.start.entries import signature, signed_store
-from horo_lite.transports.gloo.connections import GlooConnections
+from horo_lite.transports.gloo.connections import GlooConnections, Waiters, _Stream
 
 torch = pytest.importorskip("torch")
 
@@ -415,3 +416,70 @@ def test_an_interface_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
     with pytest.raises(hvd.LauncherError, match=r"nosuch0.*GLOO_SOCKET_IFNAME"):
         GlooConnections(torch.distributed.HashStore(), 0, 2, "localhost:1", 5)
+
+
+class Connections:
+    """Connections on which nothing arrives."""
+
+    def __init__(self) -> None:
+        self.posted: list[bytes] = []
+        self.ended: set[int] = set()
+
+    def post(self, peer: int, tag: int, memory: Any, *, receive: bool) -> int:
+        if receive:
+            raise RuntimeError("the connection has ended")
+        self.posted.append(memory.tobytes())
+        return len(self.posted)
+
+
+def nested(outer: Callable[[], Any], function: Any, inner: Callable[[], Any]) -> Any:
+    """Call `outer`, and `inner` at every line of `function`, as a signal's handler might be."""
+
+    def at_line(frame: Any, event: str, _: Any) -> Any:
+        if event == "line":
+            inner()
+        return at_line
+
+    sys.settrace(lambda frame, *_: at_line if frame.f_code is function.__code__ else None)
+    try:
+        return outer()
+    finally:
+        sys.settrace(None)
+
+
+def test_a_signal_handler_in_the_middle_of_sending_sends_too() -> None:
+    connections = Connections()
+    stream, numbers = _Stream(cast("GlooConnections", connections), 1), list[int]()
+
+    def send() -> None:
+        numbers.append(stream.send(1, 1, b""))
+
+    nested(send, _Stream.send, send)
+    assert len(numbers) > 4
+    assert len(connections.posted) == len(numbers) == max(numbers)
+    stream._forget(len(numbers))
+    assert not stream._sent
+
+
+def test_a_signal_handler_in_the_middle_of_a_transfer_has_a_thread_for_its_own() -> None:
+    waiters, ends = Waiters(), threading.Event()
+
+    class Transfer:
+        def __init__(self) -> None:
+            self.is_waited_for = threading.Event()
+
+        def wait(self) -> None:
+            self.is_waited_for.set()
+            ends.wait()
+
+    transfers: list[Transfer] = []
+
+    def begin() -> None:
+        transfers.append(Transfer())
+        waiters.add(cast("Any", transfers[-1]))
+
+    nested(begin, Waiters.add, begin)
+    assert len(transfers) > 4
+    assert all(transfer.is_waited_for.wait(30) for transfer in transfers)
+    ends.set()
+    waiters.close()

@@ -316,16 +316,16 @@ class Waiters:
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may begin a transfer in the middle of it
         self._n_idle = 0
         self._threads: list[threading.Thread] = []
 
     def add(self, transfer: Transfer) -> None:
         """Let a thread wait for this transfer."""
         with self._lock:
-            self._n_idle -= 1
-            if self._n_idle < 0:
-                self._n_idle = 0
+            if self._n_idle > 0:
+                self._n_idle -= 1
+            else:
                 thread = threading.Thread(target=self._run, name="horo_lite gloo", daemon=True)
                 self._threads.append(thread)
                 thread.start()
@@ -355,8 +355,10 @@ class _Stream:
     def __init__(self, connections: GlooConnections, peer: int) -> None:
         self._connections = connections
         self._peer = peer
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may send in the middle of it
         self._sent: deque[Any] = deque()  # not acknowledged by the peer yet
+        # Acknowledged last: in a signal handler, packets are kept in another order than posted.
+        self._recent: deque[Any] = deque(maxlen=16)
         self._n_reported = 0
         self._asked = 0
         self.thread = threading.Thread(target=self._run, name=f"horo_lite {peer}", daemon=True)
@@ -410,5 +412,5 @@ class _Stream:
     def _forget(self, n_received: int) -> None:
         with self._lock:
             while self._n_reported < n_received:
-                self._sent.popleft()
+                self._recent.append(self._sent.popleft())
                 self._n_reported += 1
