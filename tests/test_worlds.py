@@ -12,7 +12,7 @@ from worlds import RankError, on_ranks, script_on_ranks
 
 import horo_lite as hvd
 
-pytestmark = [pytest.mark.served, pytest.mark.mpi]
+pytestmark = pytest.mark.served
 
 
 def sums(factor: int) -> tuple[int, str, list[float]]:
@@ -21,6 +21,7 @@ def sums(factor: int) -> tuple[int, str, list[float]]:
     return os.getpid(), world.transport, total.tolist()
 
 
+@pytest.mark.mpi
 def test_the_same_ranks_make_one_world_after_another() -> None:
     found = [on_ranks(sums, 2, 3, hosts=hosts) for hosts in ("", "1,1", "")]
     pids = [[pid for pid, _, _ in ranks] for ranks in found]
@@ -30,6 +31,7 @@ def test_the_same_ranks_make_one_world_after_another() -> None:
         assert [rest for _, *rest in ranks] == [[transport, [9.0, 9.0]]] * 2
 
 
+@pytest.mark.mpi
 def test_a_script_has_its_arguments_variables_and_an_empty_folder() -> None:
     code = """
     import os, sys

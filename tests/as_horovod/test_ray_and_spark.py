@@ -155,8 +155,8 @@ def test_run_on_ray(ray: Any) -> None:
     found = hvd.run(train, (False,), np=3, on="ray", env=ENV)
     assert found == [(0, 2.0), (1, 2.0), (2, 2.0)]
     with pytest.raises(ValueError, match="share 1 is missing"):
-        hvd.run(train, (True,), np=3, on="ray", env=ENV)
-    assert [group.bundles for group in ray.util.removed] == [[{"CPU": 1}] * 3] * 2
+        hvd.run(train, (True,), np=2, on="ray", env=ENV)
+    assert [group.bundles for group in ray.util.removed] == [[{"CPU": 1}] * n for n in (3, 2)]
     with pytest.raises(hvd.LauncherError, match=r"9 ranks on Ray need CPU 1 each.*free: 8"):
         hvd.run(train, (False,), np=9, on="ray", env={"HORO_LITE_START_TIMEOUT_S": "3"})
 

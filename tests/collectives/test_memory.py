@@ -71,8 +71,8 @@ hvd.shutdown()
 """
 
 
-@pytest.mark.mpi
-@pytest.mark.parametrize("hosts", ["", "1,1"])
+@pytest.mark.launches
+@pytest.mark.parametrize("hosts", ["", pytest.param("1,1", marks=pytest.mark.mpi)])
 def test_the_peak_of_256_mib(hosts: str) -> None:
     result = run_ranks(PEAK, 2, env={"HORO_LITE_TEST_HOSTS": hosts}, timeout_s=60).check()
     peaks = re.findall(r"<(\w+) (\S+)>", result.stdout)

@@ -13,7 +13,7 @@ from worlds import on_ranks
 
 import horo_lite as hvd
 
-pytestmark = pytest.mark.mpi
+pytestmark = pytest.mark.launches
 
 WORLDS = [(2, "1,1"), (3, "2,1")]
 RC = "mpi4py.rc.thread_level = 'serialized'"
@@ -38,6 +38,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.mpi
 @pytest.mark.parametrize(("ranks", "hosts", "how", "words"), REFUSED)
 def test_between_hosts_every_rank_says_what_to_do(
     ranks: int, hosts: str, how: str, words: str
@@ -110,6 +111,7 @@ def wait_in_all_ways() -> None:
 
 
 @pytest.mark.served
+@pytest.mark.mpi
 def test_one_waits_in_one_way_and_one_in_another() -> None:
     """Several operations are completed whatever call each rank's thread waits in."""
     on_ranks(wait_in_all_ways, 2, hosts="1,1")
@@ -133,6 +135,7 @@ def make_many_worlds() -> None:
 
 
 @pytest.mark.served
+@pytest.mark.mpi
 @pytest.mark.parametrize(("ranks", "hosts"), WORLDS)
 def test_communicators_are_given_back(ranks: int, hosts: str) -> None:
     """MPICH has 2,048 of them: 25 worlds that kept theirs would exhaust what is left here.
@@ -154,6 +157,7 @@ def close_alone(closed: Path) -> None:
 
 
 @pytest.mark.served
+@pytest.mark.mpi
 def test_who_closes_alone_waits_for_nobody(tmp_path: Path) -> None:
     """shutdown() returns while peers compute, and later calls work as usual."""
     on_ranks(close_alone, 2, tmp_path / "closed", hosts="1,1")
