@@ -33,6 +33,7 @@ OPS = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum}
 
 WORK = c.CFUNCTYPE(None, c.c_void_p)
 ENQUEUE = c.CFUNCTYPE(None, c.c_void_p, c.c_void_p, c.c_void_p)
+TOUCH = c.CFUNCTYPE(None, c.c_void_p, c.c_void_p, c.c_size_t, c.c_bool, c.c_char_p)
 
 
 class Id(c.Structure):
@@ -63,7 +64,10 @@ class Stream:
         self._enqueue = ENQUEUE(
             lambda _, work, argument: self.works.put(lambda: WORK(work)(argument))
         )
-        self._head = c.c_void_p(c.cast(self._enqueue, c.c_void_p).value)
+        self._touch = TOUCH(lambda *_: None)
+        self._head = (c.c_void_p * 2)(
+            *(c.cast(f, c.c_void_p) for f in (self._enqueue, self._touch))
+        )
         self.address = c.addressof(self._head)
         threading.Thread(target=self._run, daemon=True).start()
 
