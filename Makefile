@@ -55,7 +55,7 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
 # Frameworks with tests; those of QUICK_FRAMEWORKS, the slowest first, are quick enough for every change.
 KNOWN_FRAMEWORKS := $(sort $(basename $(notdir $(wildcard tests/frameworks/*.txt))))
-QUICK_FRAMEWORKS := keras jax nnabla tinygrad singa autograd needle cupy c10d
+QUICK_FRAMEWORKS := keras jax tinygrad c10d singa cupy autograd nnabla needle
 FRAMEWORKS ?= $(if $(ALL),$(KNOWN_FRAMEWORKS),$(filter $(KNOWN_FRAMEWORKS),$(QUICK_FRAMEWORKS)))
 # Run it to test it: pyenv's python3.10 may only print which versions are installed.
 find_python = $(shell shims=$$(dirname $$(command -v python$1 || echo /none/none)); \

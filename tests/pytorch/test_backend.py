@@ -39,8 +39,8 @@ def test_collectives_between_hosts() -> None:
 
 def test_collectives_where_only_one_thread_may_call_mpi() -> None:
     env = {"MPI4PY_RC_THREAD_LEVEL": "single"}
-    result = run_ranks(HERE / "backend_ranks.py", 3, env=env, timeout_s=90).check()
-    assert result.stdout.count("right") == 3
+    result = run_ranks(HERE / "backend_ranks.py", 2, env=env, timeout_s=90).check()
+    assert result.stdout.count("right") == 2
 
 
 def test_ddp_zero_fsdp_and_checkpoints(tmp_path: Path) -> None:
