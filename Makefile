@@ -142,7 +142,7 @@ test: $(QUICK_READY) ## run the tests that launch no job, and a job of each kind
 	$(MPI_DEMAND) $(PY) -m pytest -m "$(IN_QUICK)" $(call at_once,2) $(ARGS) $(SELECTED)
 	@echo "make test: passed. Not run: most tests that launch jobs, under Open MPI and MPICH: make test-rest"
 
-test-all: test test-rest ## run all tests, under Open MPI and under MPICH (12 minutes)
+test-all: test test-rest ## run all tests, under Open MPI and under MPICH (15 minutes)
 
 test-rest: ## run the tests that `make test` leaves out
 	@$(MAKE) --no-print-directory test-jobs
