@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import select
 import shlex
@@ -145,6 +146,14 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     return env
 
 
+def started_at(pid: int) -> float:
+    """Return when a process was started, in ticks since the system was; inf if it has ended."""
+    try:
+        return float(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except OSError:
+        return math.inf
+
+
 class Job:
     """A running job; `start_ranks` makes one, and kills what is left of it afterwards."""
 
@@ -191,7 +200,9 @@ class Job:
     def ranks(self) -> dict[int, int]:
         """Return the process ID of each rank that has started and still lives, without forks."""
         of_rank: dict[int, int] = {}
-        for pid, env in sorted(self.processes().items()):
+        found = self.processes()
+        for pid in sorted(found, key=started_at):  # process IDs begin anew at some time
+            env = found[pid]
             rank = env.get("OMPI_COMM_WORLD_RANK") or env.get("PMI_RANK")
             if rank is not None and int(rank) not in of_rank:
                 of_rank[int(rank)] = pid
