@@ -227,14 +227,6 @@ void bind_engine(nb::module_& m) {
           },
           "When this rank and when all ranks had submitted it, and when it was done, by CLOCK_MONOTONIC in ns (0: not "
           "yet); whether it failed.")
-      .def(
-          "record",
-          [](const PyJob& job, uint32_t channel, uint32_t kind, uint32_t names, const Tensors* tensors) {
-            Operation what = operation_of(channel, kind, names, tensors);
-            what.submitted_ns = job.job->submitted_ns;
-            job.job->record_as(Recorder::of_process().submit(job.job->title(), what));
-          },
-          "channel"_a, "kind"_a, "names"_a, "tensors"_a.none(), "Record this operation.")
       .def("value", [](const PyJob& job) { return job.value ? nb::borrow(job.value.get()) : nb::none(); });
 
   nb::class_<Engine>(m, "Engine", "Matches the operations of a group across its ranks, and runs them.")
@@ -259,7 +251,8 @@ void bind_engine(nb::module_& m) {
           [](const std::shared_ptr<Engine>& engine, const std::shared_ptr<RankGroup>& group, const std::string& name,
              uint64_t digest, Function<nb::object(Headers)> function, PyTensors tensors, const std::string& op,
              const std::string& wire, double prescale, double scale, int64_t count, double weight, Describe describe,
-             Participate participation, const std::vector<ptrdiff_t>& distances, const Tensors* changes) {
+             Participate participation, const Operation* record, const std::vector<ptrdiff_t>& distances,
+             const Tensors* changes) {
             auto job = new_job(engine, name, digest, count, weight, describe, participation, changes);
             const Tensors* refs = &nb::cast<Tensors&>(tensors);
             job->job->run = [=, otherwise = run_of(job, function), held = shared(tensors), op = op_of(op),
@@ -269,12 +262,12 @@ void bind_engine(nb::module_& m) {
               weights = multiplied(std::move(weights), prescale, entries.size());
               group->allreduce(refs->refs(), op, wire, weights, {scale, divisor}, distances);
             };
-            engine->submit(job->job);
+            engine->submit(job->job, record);
             return job;
           },
           "group"_a, "name"_a, "digest"_a, "function"_a, "tensors"_a, "op"_a, "wire"_a, "prescale"_a, "scale"_a,
-          "count"_a, "weight"_a, "describe"_a, "participation"_a, "distances"_a = std::vector<ptrdiff_t>(),
-          "changes"_a = nb::none(),
+          "count"_a, "weight"_a, "describe"_a, "participation"_a, "record"_a.none(),
+          "distances"_a = std::vector<ptrdiff_t>(), "changes"_a = nb::none(),
           "Like submit_call, but without Python, unless the ranks' counts differ. With `distances`, like "
           "reduce_in_place. `changes`: the caller's memory that it changes, which no other "
           "operation in flight may change.")
@@ -282,15 +275,16 @@ void bind_engine(nb::module_& m) {
           "submit_call",
           [](const std::shared_ptr<Engine>& engine, const std::string& name, uint64_t digest,
              Function<nb::object(Headers)> function, int64_t count, double weight, Describe describe,
-             Participate participation, const Tensors* changes) {
+             Participate participation, const Operation* record, const Tensors* changes) {
             auto job = new_job(engine, name, digest, count, weight, describe, participation, changes);
             job->job->run = run_of(job, function);
-            engine->submit(job->job);
+            engine->submit(job->job, record);
             return job;
           },
-          "name"_a, "digest"_a, "function"_a, "count"_a, "weight"_a, "describe"_a, "participation"_a,
+          "name"_a, "digest"_a, "function"_a, "count"_a, "weight"_a, "describe"_a, "participation"_a, "record"_a.none(),
           "changes"_a = nb::none(),
-          "When every rank has submitted it, call `function` with their digests, counts and weights, in rank order.")
+          "When every rank has submitted it, call `function` with their digests, counts and weights, in rank order. "
+          "`record` describes it to the recorder, if it is to be recorded.")
       .def(
           "call",
           [](Engine& engine, const std::string& label, uint64_t digest, Function<nb::object(Headers)> function,

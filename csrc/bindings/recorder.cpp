@@ -31,6 +31,14 @@ Operation operation_of(uint32_t channel, uint32_t kind, uint32_t names, const Te
 }
 
 void bind_recorder(nb::module_& m) {
+  nb::class_<Operation>(m, "Operation", "An operation as the recorder describes it.")
+      .def(
+          "__init__",
+          [](Operation* what, uint32_t channel, uint32_t kind, uint32_t names, const Tensors* tensors) {
+            new (what) Operation(operation_of(channel, kind, names, tensors));
+          },
+          "channel"_a, "kind"_a, "names"_a, "tensors"_a.none());
+
   nb::class_<Recorder>(m, "Recorder", "The last operations of this process.")
       .def_static("memory_bytes", &Recorder::memory_bytes, "capacity"_a)
       .def_static(

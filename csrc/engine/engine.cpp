@@ -122,13 +122,9 @@ void Job::result() const {
   if (error_) std::rethrow_exception(error_);
 }
 
-void Job::record_as(uint64_t number) {
-  const std::lock_guard lock(mutex_);
-  record_ = number;
-  Recorder& recorder = Recorder::of_process();
-  recorder.place(record_, position_);
-  if (begun_ns != 0) recorder.begin(record_, begun_ns);
-  if (done()) recorder.finish(record_, done_ns, error_ != nullptr);
+void Job::record(Operation what) {
+  what.submitted_ns = submitted_ns;
+  record_ = Recorder::of_process().submit(title(), what);
 }
 
 void Job::place(uint64_t position) {
@@ -206,7 +202,7 @@ Engine::~Engine() {
   channel_->set_on_idle(nullptr);
 }
 
-void Engine::submit(std::shared_ptr<Job> job) {
+void Engine::submit(std::shared_ptr<Job> job, const Operation* record) {
   job->submitted_ns = StallDetector::clock_ns();
   const bool stands_in = standing_in != nullptr && standing_in->engine == this;
   if (stands_in) job->label = std::exchange(job->entry.name, standing_in->name);
@@ -219,6 +215,7 @@ void Engine::submit(std::shared_ptr<Job> job) {
                                 "another name=");
   }
   check_apart(*job);
+  if (record != nullptr) job->record(*record);  // before it can run, so that no rank's record of it is ahead of this
   jobs_.emplace(job->entry.name, job);
   for (const auto& [begin, end] : job->changes) changing_[begin] = {end, job->title()};
   if (stands_in) return;

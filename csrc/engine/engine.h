@@ -43,6 +43,7 @@
 #include <vector>
 
 #include "group.h"
+#include "recorder/recorder.h"
 #include "shm/shm_group.h"
 #include "shm/stall_detector.h"
 
@@ -134,8 +135,8 @@ class Job {
   // When this rank and when all ranks had submitted it, and when it was done, by StallDetector::clock_ns(); 0: not yet.
   std::atomic<int64_t> submitted_ns{0}, begun_ns{0}, done_ns{0};
 
-  // Sets its record; see Recorder.
-  void record_as(uint64_t number);
+  // Adds it to the recorder, with its title and when it was submitted.
+  void record(Operation what);
   // Sets its number, which is the same on all ranks.
   void place(uint64_t position);
   uint64_t position() const;  // 0: no round has announced it yet
@@ -181,7 +182,7 @@ class Engine {
 
   // Throws std::invalid_argument if the name is already in flight, or an operation that changes the same memory. Within
   // `stand_in`, the job is this rank's part in the operation that the others have submitted.
-  void submit(std::shared_ptr<Job> job);
+  void submit(std::shared_ptr<Job> job, const Operation* record);
   // Makes a blocking call: returns once all ranks have made it and this thread has run it, or throws its error. Also
   // for a kJoin. One thread at a time.
   void call(const std::shared_ptr<Job>& job);

@@ -136,7 +136,11 @@ class Call(ABC, Generic[T]):
         return None
 
     def submit(
-        self, part: Part, engine: _native.Engine, transport: Transport
+        self,
+        part: Part,
+        engine: _native.Engine,
+        transport: Transport,
+        record: _native.Operation | None,
     ) -> tuple[_native.Job, Finish[T]]:
         """Have the engine run it when all ranks have submitted it; the job's name is the label."""
         memory = part.memory
@@ -151,6 +155,7 @@ class Call(ABC, Generic[T]):
             part.own_weight,
             lambda: printable(self.describe(part)),
             lambda joined: self.participation(part, transport.ranks, joined),
+            record,
             self.changes(part),
         )
         return job, lambda: cast("Finish[T]", job.value())()

@@ -181,8 +181,10 @@ class Group:
             call.check(part)
             finish = self._run(call, part)
             return Handle(part.label, None, lambda: result(finish()))
-        job, finish = call.submit(part, self._engine, self.transport)
-        recorder.submitted(self._channel, job, call.kind, call.tensor_names, part.memory.tensors)
+        record = recorder.submission(
+            self._channel, call.kind, call.tensor_names, part.memory.tensors
+        )
+        job, finish = call.submit(part, self._engine, self.transport, record)
         return Handle(part.label, job, lambda: result(finish()), self._check_not_inside)
 
     def _run(self, call: Call[T], part: Part) -> Finish[T]:
@@ -407,7 +409,7 @@ class Group:
         """Submit this rank's part in a call of the others that is about to be executed."""
         assert self._engine is not None
         call.prepare(part)
-        call.submit(part, self._engine, self.transport)
+        call.submit(part, self._engine, self.transport, record=None)
 
     def compares_later(self, gpu: int | None) -> bool:
         """Return whether reductions on that GPU return before the ranks have been compared."""

@@ -177,11 +177,15 @@ class AllReduce(Call[bool]):
         return lambda: self._complete(part)
 
     def submit(
-        self, part: Part, engine: _native.Engine, transport: Transport
+        self,
+        part: Part,
+        engine: _native.Engine,
+        transport: Transport,
+        record: _native.Operation | None,
     ) -> tuple[_native.Job, Finish[bool]]:
         """Have the engine run it without Python, if it can."""
         if not self._is_native(part, transport):
-            return super().submit(part, engine, transport)
+            return super().submit(part, engine, transport, record)
         in_place = part.offsets is not None and part.shared is not None
         job = engine.submit_allreduce(
             transport.members,
@@ -197,6 +201,7 @@ class AllReduce(Call[bool]):
             part.own_weight,
             lambda: printable(self.describe(part)),
             lambda joined: self.participation(part, transport.ranks, joined),
+            record,
             part.shared.distances if in_place and part.shared is not None else (),
             self.changes(part),
         )

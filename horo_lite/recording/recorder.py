@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from horo_lite import _native, files
 
 if TYPE_CHECKING:
-    from horo_lite._native import Job, Tensors
+    from horo_lite._native import Operation, Tensors
 
 CAPACITY = 1024
 """The number of operations kept: those of a hundred steps with ten buckets each."""
@@ -82,11 +82,16 @@ def operation(
     )
 
 
-def submitted(
-    channel: int, job: Job, kind: str, names: Sequence[str] = (), tensors: Tensors | None = None
-) -> None:
-    """Record an operation that was submitted to the progress thread."""
-    job.record(channel, _place_of(kind), _place_of(tuple(names)) if names else 0, tensors)
+def submission(
+    channel: int, kind: str, names: Sequence[str] = (), tensors: Tensors | None = None
+) -> Operation:
+    """Describe an operation that is submitted to the progress thread, which records it."""
+    return _native.Operation(
+        channel,
+        _places.get(kind) or _place_of(kind),
+        _place_of(tuple(names)) if names else 0,
+        tensors,
+    )
 
 
 def keep(capacity: int, path: Path | None, description: Mapping[str, Any] | None = None) -> None:

@@ -56,7 +56,7 @@ def test_a_job_that_runs_is_seen_from_outside(
             ranks = top.sample([tmp_path]).ranks
             if [rank for rank in ranks if ranks[rank].counters.n_steps == N_STEPS] == [0, 1]:
                 last = [records.operations[-1] for records in ranks.values()]
-                if last[0].label == "barrier" and last[1].done_ns:
+                if last[0].label == "barrier" and last[1].n_bytes == 40 and last[1].done_ns:
                     ranks = top.sample([tmp_path]).ranks  # complete: both ranks are at rest
                     break
             time.sleep(0.05)
