@@ -150,11 +150,11 @@ def _assign_pairs(tree: list[Any], keys: list[Any], new: list[Any]) -> None:
 
 
 def _mapping_like(tree: Mapping[Any, Any], keys: list[Any], new: list[Any]) -> Any:
-    items = dict(zip(keys, new, strict=True))
     if not isinstance(tree, (dict, MutableMapping)):
+        items = dict(zip(keys, new, strict=True))
         return type(tree)({key: items[key] for key in tree})  # type: ignore[call-arg]
     other = copy.copy(tree)  # to keep the order
-    other.update(items)
+    _assign(other, keys, new)  # one by one, since update() of a Counter adds
     return other
 
 

@@ -35,8 +35,8 @@ class Transform:
         title: str | None = None,
     ) -> None:
         self.options = options
-        self._copies, self._title = copies, title
-        self._adapter = _SlotAdapter()
+        self._title = title
+        self._adapter = _SlotAdapter(copies)
         self._slots: list[_Slot] = []
         self._reducer: Reducer | None = None
         self._ranks: Any = None  # for which the reducer was made
@@ -54,10 +54,6 @@ class Transform:
         try:
             for slot, gradient in zip(self._slots, gradients, strict=True):
                 slot.grad = gradient
-            if self._copies:
-                self._adapter.compute(self._slots)
-                for slot in self._slots:
-                    slot.grad = _copied(slot.name, slot.grad)
             self._notes = reducer.finish(self._note).notes
             return [slot.grad for slot in self._slots]
         finally:
@@ -113,9 +109,15 @@ class _SlotAdapter(Adapter):
     like: Any = None
     """An array of the kind to create for a gradient that only other ranks have."""
 
+    def __init__(self, copies: bool) -> None:
+        self._copies = copies
+
     def compute(self, parameters: Sequence[_Slot]) -> None:
         for one_of_its_kind in {type(slot.grad): slot.grad for slot in parameters}.values():
             adapter_of(one_of_its_kind).compute(parameters)
+        if self._copies:
+            for slot in parameters:
+                slot.grad = _copied(slot.name, slot.grad)
 
     def gradient(self, parameter: _Slot) -> Array | None:
         return None if parameter.grad is None else to_host(parameter.grad)
@@ -137,8 +139,9 @@ class _SlotAdapter(Adapter):
 def _copied(name: str, array: Array | None) -> Array | None:
     try:
         return None if array is None else copy_of(array)
-    except TypeError as error:
-        raise TypeError(f"the gradient of {name!r}: {error}") from error
+    except (TypeError, ValueError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"the gradient of {name!r}: {error}") from error
 
 
 def is_traced(gradients: Sequence[Any]) -> bool:

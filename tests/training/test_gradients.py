@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -157,6 +157,7 @@ def test_containers_and_leaves_of_many_kinds() -> None:
             "number": 1.0 * r,
             "integer": 2 * r,
             "whole": np.arange(3) * r,
+            "counts": Counter(a=10 * r, b=4),
             "named": [("x.y", np.full(1, 6.0 * r))],
             "strided": np.arange(12.0).reshape(3, 4).T[::2] * r,
             3: np.full((), 8.0 * r),
@@ -173,6 +174,8 @@ def test_containers_and_leaves_of_many_kinds() -> None:
         assert (out["number"], out["integer"]) == (0.5, 1.0)
         assert type(out["number"]) is type(out["integer"]) is float
         assert out["whole"].tolist() == [0, 0, 1]  # 0, 1/2 and 1, truncated
+        assert out["counts"] == Counter(a=5, b=4)
+        assert type(out["counts"]) is Counter
         assert out["named"][0][0] == "x.y"
         assert out["named"][0][1].tolist() == [3]
         assert out["strided"].tolist() == (np.arange(12.0).reshape(3, 4).T[::2] / 2).tolist()
@@ -281,6 +284,18 @@ def test_what_cannot_be_averaged_is_named() -> None:
         assert average(2.0, group=group) == 2.0
 
     run_threads(1, rank)
+
+
+@pytest.mark.parametrize("leaf", ["hello", [np.ones(1), "x"], 2**60 + 1], ids=repr)
+def test_what_one_rank_cannot_average_is_an_error_on_all(leaf: Any) -> None:
+    def rank(group: Group) -> None:
+        with pytest.raises((TypeError, ValueError, MismatchError)) as raised:
+            average({"w": np.ones(2), "note": leaf if group.rank == 1 else 1}, group=group)
+        assert "the gradient of 'note" in str(raised.value)
+        assert group.rank == 1 or "rank 1: " in str(raised.value)
+        assert average(2.0 * group.rank, group=group) == 1.0
+
+    run_threads(2, rank, timeout_s=5)
 
 
 def test_a_tree_seen_before_costs_two_meetings_and_no_plan() -> None:
