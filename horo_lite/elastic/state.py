@@ -346,7 +346,8 @@ def _copy_of(array: Any) -> Any:
     if hasattr(array, "detach"):
         return array.detach().cpu().clone()
     memory = to_host(array)
-    return np.array(memory) if isinstance(memory, np.ndarray) else memory.get()  # CuPy
+    # Not np.array(), which would keep the objects in an array of objects, and lose a mask.
+    return copy.deepcopy(memory) if isinstance(memory, np.ndarray) else memory.get()  # CuPy
 
 
 def _written(old: Any, content: Any) -> Any:
@@ -357,7 +358,7 @@ def _written(old: Any, content: Any) -> Any:
             return content.clone()
         old.detach().copy_(content)
         return old
-    new = from_numpy(np.array(content), old)
+    new = from_numpy(copy.deepcopy(content), old)
     if fits and _is_variable(old):
         old.assign(new)
         return old

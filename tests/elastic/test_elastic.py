@@ -119,6 +119,14 @@ def test_arrays_of_any_dtype_are_kept(alone) -> None:
         state.restore()
         assert state.array is array
         assert (array == before).all()
+    objects, masked = np.array([[1], None], object), np.ma.array([1, 2], mask=[True, False])
+    state = elastic.State(objects=objects, masked=masked)
+    for _ in range(2):
+        objects[0].append(2)
+        masked.mask = False
+        state.restore()
+        assert objects.tolist() == [[1], None]
+        assert masked.tolist() == [None, 2]
     counts = elastic.State(array=np.zeros(2, int))  # floats on the rank that sends it
     counts.load({"array": np.array([0.5, 1.5])})
     assert counts.array.tolist() == [0.5, 1.5]
