@@ -1,0 +1,84 @@
+"""Spares a job's ranks the import of torch._dynamo, which nearly doubles that of PyTorch.
+
+Python runs this file as it starts, if this folder is on PYTHONPATH. Every optimizer of PyTorch
+imports the compiler (and with it SymPy: 1.7 s of CPU) only to mark functions that it must not
+compile. It is executed only if something else of it is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+COMPILER = "torch._dynamo"
+
+
+def disable(function: Callable[..., Any], *_: object, **__: object) -> Callable[..., Any]:
+    """Do nothing: what is not compiled need not be marked."""
+    return function
+
+
+def graph_break(*_: object, **__: object) -> None:
+    """Do nothing: outside of compiled functions, neither does the compiler's."""
+
+
+class Postponed(ModuleType):
+    """The compiler as long as nobody uses more of it than the functions above."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Execute the module. `inspect` asks every module for special attributes."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self.execute()
+        return getattr(self, name)
+
+    def execute(self) -> None:
+        """Become what the module is without this file."""
+        sys.meta_path.remove(finder)
+        self.__class__ = ModuleType  # type: ignore[assignment]
+        importlib.reload(self)
+
+
+class Finder(MetaPathFinder, Loader):
+    """Postpones the compiler's execution to the first import of a module inside it, or longer."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Find the compiler, or a module inside it, which is imported at once."""
+        if fullname == COMPILER and (spec := PathFinder.find_spec(fullname, path, target)):
+            spec.loader = self
+            return spec
+        if fullname.startswith(COMPILER + "."):
+            sys.modules[COMPILER].execute()
+            return ModuleSpec(fullname, Imported(importlib.import_module(fullname)))
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Do not execute it yet."""
+        module.__class__ = Postponed
+        module.__dict__.update(disable=disable, graph_break=graph_break)
+
+
+class Imported(Loader):
+    """Loads a module that the search for it has imported."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module, self._spec = module, module.__spec__
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Return the imported module."""
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Restore what the import system has changed."""
+        module.__spec__ = self._spec
+
+
+finder = Finder()
+sys.meta_path.insert(0, finder)
