@@ -182,7 +182,7 @@ class Engine {
 
   // Throws std::invalid_argument if the name is already in flight, or an operation that changes the same memory. Within
   // `stand_in`, the job is this rank's part in the operation that the others have submitted.
-  void submit(std::shared_ptr<Job> job, const Operation* record);
+  void submit(std::shared_ptr<Job> job, const Operation* record = nullptr);
   // Makes a blocking call: returns once all ranks have made it and this thread has run it, or throws its error. Also
   // for a kJoin. One thread at a time.
   void call(const std::shared_ptr<Job>& job);

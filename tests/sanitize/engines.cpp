@@ -371,7 +371,8 @@ void broken_calls(unsigned seed) {
       if (way == kAnotherThreadLeaves && !is_lost) sleep_ms(300);
       if (!is_lost && way == kNeverComes) {
         const std::string text = thrown_by<Stalled>(second);
-        expect(contains(text, lost + " did not arrive"), "who is late: " + text);
+        // On a busy machine the other one may be late, too.
+        expect(contains(text, " did not arrive") && contains(text, lost + " was last in"), "who is late: " + text);
       } else if (!is_lost) {
         const std::string text = thrown_by<PeerLost>(second);
         expect(contains(text, lost), "who is lost: " + text);
