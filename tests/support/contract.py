@@ -101,6 +101,10 @@ class Contract:
         """Send the parameters of rank `root` to all."""
         self.face.broadcast_parameters(net, root_rank=root, group=group)
 
+    def broadcast_state(self, optimizer: Any, root: int, group: Group) -> None:
+        """Send the state of the optimizer of rank `root` to all."""
+        self.face.broadcast_optimizer_state(optimizer, root_rank=root, group=group)
+
     def held(self, net: Any) -> list[Any] | None:
         """Return the gradients, if they are exchanged in place."""
         return None
@@ -169,6 +173,7 @@ class Contract:
                 self.step(alone, opt_alone, found)
             self.check_close(net, alone)
             self.check_alike(net, group)
+            del opt  # PyTorch's parameters may have only one
         assert any((x != start[name]).any() for name, x in self.values(net).items())
 
     def synchronize(self, opt: Any, net: Any, held: list[Any], n: int) -> None:
@@ -310,7 +315,7 @@ class Contract:
                 self.step(one, opt, self.gradients(one, opt, *samples(5, step)))
         self.broadcast(net, 1, group)
         opt = self.wrap(net, inner, group=group)
-        self.face.broadcast_optimizer_state(opt, root_rank=1, group=group)
+        self.broadcast_state(opt, 1, group)
         for step in range(2):
             x, y = samples(4 * size, 9 + step)
             found = self.gradients(net, opt, x[rank::size], y[rank::size])
