@@ -141,14 +141,20 @@ def ddp(rank: int, size: int) -> None:
     for a, b in zip(net.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-12, atol=1e-12)
 
-    # Ranks with different numbers of batches.
-    net = model()
-    wrapped = DistributedDataParallel(net)
-    with wrapped.join():
-        for step in range(1, 3 + rank):
-            x, y = shard(batch(step, size), rank)
-            ((wrapped(x) - y) ** 2).mean().backward()
-    hvd.check_in_sync(net)
+    # Ranks with different numbers of batches: sums are divided by that of all, or of those left.
+    for by_all in True, False:
+        net, whole = model(), model()
+        wrapped = DistributedDataParallel(net)
+        with wrapped.join(divide_by_initial_world_size=by_all):
+            for step in range(1, 3 + rank):
+                net.zero_grad()
+                x, y = shard(batch(step, size), rank)
+                ((wrapped(x) - y) ** 2).mean().backward()
+        hvd.check_in_sync(net)
+        (((whole(x) - y) ** 2).mean() / (size if by_all else 1)).backward()
+        for a, b in zip(net.parameters(), whole.parameters(), strict=True):
+            if rank == size - 1:  # the last step is its own
+                torch.testing.assert_close(a.grad, b.grad, rtol=1e-12, atol=1e-12)
 
 
 def in_place(rank: int, size: int) -> None:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
@@ -115,7 +115,9 @@ class Work(dist.Work):
             # C++ (DDP's reducer) sees only errors that a callback raises: set_exception() hides
             # them in the value.
             self._future = self._begin.then(lambda _: self._outcome())
-            if self._waiter.is_this_thread():  # in a callback: only it can complete the future
+            # In C++, the future of a work that was waited for is complete. In a callback, only this
+            # thread can complete it.
+            if self._is_settled or self._waiter.is_this_thread():
                 self.settle(beside=True)
                 self.complete_future()
             else:
@@ -232,6 +234,23 @@ class Waiter:
             work.complete_future()
             del work  # otherwise its tensors would live until the next one
 
+
+_reducer: Any = dist.Reducer
+_set_work_of_join = _reducer._set_forward_pass_work_handle
+_works_of_joins: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+
+def _keep_work_of_join(reducer: Any, work: Any, *options: Any) -> None:
+    """Keep a work as long as DDP's reducer, to which `join()` passes it without another reference.
+
+    C++ keeps only its own part of the object. Without the Python part, `wait()` would be that of
+    the base class, which nothing ends.
+    """
+    _works_of_joins[reducer] = work
+    _set_work_of_join(reducer, work, *options)
+
+
+_reducer._set_forward_pass_work_handle = _keep_work_of_join
 
 _waiters: WeakSet[Waiter] = WeakSet()
 
