@@ -86,14 +86,15 @@ class State:
         return self._content(_copy_of)
 
     def _content(self, take: Callable[[Any], Any]) -> dict[str, Any]:
-        return {name: _content(name, value, take) for name, value in self._things().items()}
+        done: dict[int, Any] = {}
+        return {name: _content(name, value, take, done) for name, value in self._things().items()}
 
     def load(self, snapshot: dict[str, Any]) -> None:
         """Set the content to that of the snapshot, which is not changed. On this rank only."""
-        things = self._things()
+        things, done = self._things(), dict[int, Any]()
         for name, content in snapshot.items():
             old = things.get(name)
-            new = overwritten(old, content, _taken)
+            new = overwritten(old, content, _taken, done=done)
             if new is not old or name not in things:
                 object.__setattr__(self, name, new)
 
@@ -284,10 +285,10 @@ def _leaves(value: Any) -> list[Any]:
     return found
 
 
-def _content(name: str, value: Any, take: Callable[[Any], Any]) -> Any:
+def _content(name: str, value: Any, take: Callable[[Any], Any], done: dict[int, Any]) -> Any:
     """Return the content of `value` as an independent, picklable object; arrays through `take`.
 
-    For `_taken`, `take` must be `_copy_of`.
+    For `_taken`, `take` must be `_copy_of`. `done` is that of `mapped`.
     """
 
     def content(x: Any) -> Any:
@@ -313,7 +314,7 @@ def _content(name: str, value: Any, take: Callable[[Any], Any]) -> Any:
                 "its contents to the state, or an object with state_dict() and load_state_dict()"
             ) from error
 
-    return mapped(value, content)
+    return mapped(value, content, done=done)
 
 
 def _taken(old: Any, content: Any) -> Any:

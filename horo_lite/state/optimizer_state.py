@@ -77,9 +77,10 @@ class OptimizerState:
                     if gpu_of(old_options.get(key)) is not None and hasattr(value, "to"):
                         options[key] = value.to(old_options[key].device)
         else:
+            done: dict[int, Any] = {}
             for name, value in state.items():
                 old = getattr(inner, name, None)
-                setattr(inner, name, overwritten(old, value, self._local, self._local_key))
+                setattr(inner, name, overwritten(old, value, self._local, self._local_key, done))
 
     def named(self) -> Named:
         """Return its arrays, not copied, and numbers, named after their parameters."""
@@ -111,10 +112,10 @@ class OptimizerState:
     # Attributes.
 
     def _attributes(self) -> dict[str, Any]:
-        state = {}
+        state, done = {}, dict[int, Any]()
         for name, value in vars(self._inner).items():
             with suppress(_Foreign):
-                state[name] = mapped(value, self._portable, self._portable_key)
+                state[name] = mapped(value, self._portable, self._portable_key, done)
         return state
 
     @cached_property

@@ -188,17 +188,31 @@ def in_brackets(path: str, key: object) -> str:
     return f"{path}[{key!r}]" if path else str(key)
 
 
-def mapped(tree: Any, change: Callable[[Any], Any], key: Callable[[Any], Any] | None = None) -> Any:
+def mapped(
+    tree: Any,
+    change: Callable[[Any], Any],
+    key: Callable[[Any], Any] | None = None,
+    done: dict[int, Any] | None = None,
+) -> Any:
     """Return `tree` as plain dicts, lists and tuples, with `change` applied to each leaf.
 
     Everything that is neither dict, list nor tuple is a leaf. `key` is applied to the dicts' keys.
+    What is one object in several places is one object in the result; with the same `done`, also
+    in several trees.
     """
+    done = {} if done is None else done
+    if id(tree) in done:
+        return done[id(tree)]
+    result: Any
     if isinstance(tree, dict):
-        return {key(k) if key else k: mapped(x, change, key) for k, x in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        items = [mapped(x, change, key) for x in tree]
-        return items if isinstance(tree, list) else _tuple_like(tree, items)
-    return change(tree)
+        result = {key(k) if key else k: mapped(x, change, key, done) for k, x in tree.items()}
+    elif isinstance(tree, (list, tuple)):
+        items = [mapped(x, change, key, done) for x in tree]
+        result = items if isinstance(tree, list) else _tuple_like(tree, items)
+    else:
+        result = change(tree)
+    done[id(tree)] = result
+    return result
 
 
 def overwritten(
@@ -206,27 +220,40 @@ def overwritten(
     new: Any,
     leaf: Callable[[Any, Any], Any],
     key: Callable[[Any], Any] = lambda key: key,
+    done: dict[int, tuple[Any, Any, Any]] | None = None,
 ) -> Any:
     """Overwrite `old` with the contents of `new`, keeping its dicts and lists; return the result.
 
     `leaf(old, new)` does the same for leaves, and if only one of the two is a container; containers
     that are new here are filled from `leaf(None, …)`. `key` converts the keys of `new`'s dicts.
+    What is one object in several places of `old`, but not of `new`, is copied: each place receives
+    its own contents. `done` is what has been overwritten, with what, and its result.
     """
+    done = {} if done is None else done
+    place = old
+    if id(old) in done:
+        _, contents, result = done[id(old)]
+        if contents is new:
+            return result
+        old = copy.deepcopy(old)
     if isinstance(new, dict) and (old is None or isinstance(old, dict)):
-        kept = {} if old is None else old
+        result = {} if old is None else old
         here = {key(k): x for k, x in new.items()}
-        items = {k: overwritten(kept.get(k), x, leaf, key) for k, x in here.items()}
-        kept.clear()
-        kept.update(items)
-        return kept
-    if isinstance(new, (list, tuple)) and (old is None or isinstance(old, (list, tuple))):
+        items = {k: overwritten(result.get(k), x, leaf, key, done) for k, x in here.items()}
+        result.clear()
+        result.update(items)
+    elif isinstance(new, (list, tuple)) and (old is None or isinstance(old, (list, tuple))):
         olds = [*(old or ()), *[None] * len(new)]
-        new_items = [overwritten(x, y, leaf, key) for x, y in zip(olds, new, strict=False)]
-        if isinstance(old, list) and isinstance(new, list):
-            old[:] = new_items
-            return old
-        return new_items if isinstance(new, list) else _tuple_like(new, new_items)
-    return leaf(old, new)
+        result = [overwritten(x, y, leaf, key, done) for x, y in zip(olds, new, strict=False)]
+        if isinstance(new, tuple):
+            result = _tuple_like(new, result)
+        elif isinstance(old, list):
+            old[:] = result
+            result = old
+    else:
+        result = leaf(old, new)
+    done[id(place)] = place, new, result  # `place` too, so that its id stays its own
+    return result
 
 
 def _tuple_like(tree: tuple[Any, ...], items: list[Any]) -> Any:

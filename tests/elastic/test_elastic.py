@@ -132,6 +132,18 @@ def test_arrays_of_any_dtype_are_kept(alone) -> None:
     assert counts.array.tolist() == [0.5, 1.5]
 
 
+def test_names_that_refer_to_one_object_since_the_commit(alone) -> None:
+    array, names = np.ones(2), ["a"]
+    state = elastic.State(last=np.zeros(2), array=array, also=array, tree={"x": names}, names=names)
+    state.last, state.tree = array, {"x": state.names, "y": state.names}
+    array += 1
+    state.restore()
+    assert (state.last.tolist(), state.array.tolist()) == ([0, 0], [1, 1])
+    assert state.also is state.array
+    names.append("b")
+    assert (state.names, state.tree) == (["a", "b"], {"x": ["a", "b"]})
+
+
 @pytest.mark.parametrize("number", [int, np.int64])
 def test_who_is_furthest(alone, number) -> None:
     weight = Weight(2)

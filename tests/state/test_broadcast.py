@@ -243,6 +243,30 @@ def test_state_of_an_optimizer_without_state_dict(wrapped: bool) -> None:
     run_threads(3, rank)
 
 
+def test_arrays_that_are_one_object_on_some_ranks() -> None:
+    class Adam:
+        def __init__(self) -> None:
+            self.params = [Parameter(np.zeros(2))]
+            self.v = [np.zeros(2)]
+            self.m = list(self.v)  # one object each, until the first step
+            self.first = self.m
+
+        def step(self) -> None:
+            self.m[0], self.v[0] = self.m[0] + 1, self.v[0] + 2
+
+    def rank(group: Group) -> None:
+        inner = Adam()
+        if group.rank == 1:
+            inner.step()
+        v = inner.v[0]
+        broadcast_optimizer_state(inner, root_rank=1, group=group)
+        assert (inner.m[0].tolist(), inner.v[0].tolist()) == ([1, 1], [2, 2])
+        assert inner.v[0] is v
+        assert inner.first is inner.m
+
+    run_threads(2, rank)
+
+
 def test_state_beside_plain_arrays() -> None:
     class Sgd:
         def __init__(self, params: list[Any], grads: list[Any]) -> None:
