@@ -17,9 +17,11 @@ import horo_lite.torch  # noqa: F401 (registers the backend)
 
 fault = sys.argv[1]
 limit_s = 8 if fault == "stop" else 60
-dist.init_process_group("horo_lite", timeout=timedelta(seconds=limit_s))
-rank = dist.get_rank()
-model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)), bucket_cap_mb=1e-4)
+dist.init_process_group("horo_lite", timeout=timedelta(seconds=60))
+rank, group = dist.get_rank(), dist.new_group(timeout=timedelta(seconds=limit_s))
+model = DistributedDataParallel(
+    nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)), process_group=group, bucket_cap_mb=1e-4
+)
 
 
 def train_step() -> None:
@@ -30,7 +32,7 @@ for step in range(5):
     if step == 2 and rank == 1:
         print("now", flush=True)
         if fault == "mismatch":
-            dist.all_reduce(torch.ones(3), async_op=True)
+            dist.all_reduce(torch.ones(3), group=group, async_op=True)
         elif fault == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif fault == "stop":

@@ -57,7 +57,7 @@ def test_ddp_zero_fsdp_and_checkpoints(tmp_path: Path) -> None:
     [
         ("mismatch", ["MismatchError: ranks disagree on torch.distributed collective", "[3]"]),
         ("kill", ["PeerLostError: rank 1", "was killed by signal 9"]),
-        ("stop", ["StallError: nothing has moved", "rank 1 is late", "it is stopped"]),
+        ("stop", ["StallError: nothing has moved for 8.0 s", "rank 1 is late", "it is stopped"]),
     ],
 )
 def test_what_ddp_shows_of_a_fault(fault: str, expected: list[str], tmp_path: Path) -> None:

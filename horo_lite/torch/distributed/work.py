@@ -33,8 +33,8 @@ class Work(dist.Work):
         handle: The operation's handle in the group.
         tensors: The tensors of its result.
         waiter: The process group's waiter.
-        timeout_s: The limit, in seconds, of a `wait()` without its own timeout; 0 for only that of
-            the world.
+        timeout_s: The limit, in seconds, of waits without their own timeout, also the waiter's; 0
+            for only that of the world.
         finish: Called after the operation, to move received data to the caller's tensors.
     """
 
@@ -67,9 +67,7 @@ class Work(dist.Work):
             PeerLostError: A rank died, left or failed.
             StallError: A rank did not call it in time; the message says which, and what it does.
         """
-        seconds = timeout.total_seconds()
-        with limited(seconds if seconds > 0 else self._timeout_s):
-            self.settle()
+        self.settle(timeout_s=timeout.total_seconds())
         if self._error is not None:
             raise self._error
         return True
@@ -124,17 +122,19 @@ class Work(dist.Work):
                 self._waiter.put(self)
         return self._future
 
-    def settle(self, beside: bool = False) -> None:
+    def settle(self, beside: bool = False, timeout_s: float = 0.0) -> None:
         """Wait until it has ended, successfully or not.
 
         Args:
             beside: Whether the calling thread is not one of the program.
+            timeout_s: The limit, in seconds, if it is not the work's own.
         """
         if self._is_settled:
             return
         error, value = None, None
         try:
-            value = self._handle.wait(beside)
+            with limited(timeout_s if timeout_s > 0 else self._timeout_s):
+                value = self._handle.wait(beside)
         except Exception as failure:
             if not (beside or self._handle.done()):  # refused, or a signal handler's: it goes on
                 raise
