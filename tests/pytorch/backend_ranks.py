@@ -481,9 +481,10 @@ def test_what_gloo_cannot(group: Group) -> None:
         values = of(rank, rank + 1, 2)
         return torch.sparse_coo_tensor(places, values, (5, 5, 2), check_invariants=True)
 
-    x = sparse(r)
-    dist.all_reduce(x, group=group)
-    assert torch.equal(x.to_dense(), sums_of([sparse(s).to_dense() for s in ranks])), x
+    for factor in 1, 1 + 2j:
+        x = sparse(r) * factor
+        dist.all_reduce(x, group=group)
+        assert torch.equal(x.to_dense(), sums_of([sparse(s).to_dense() for s in ranks]) * factor), x
 
     x = torch.sparse_coo_tensor(torch.zeros(1, int(r > 0)).long(), torch.ones(int(r > 0)), (2,))
     dist.all_reduce(x, group=group)  # one rank has no element

@@ -430,6 +430,11 @@ class ProcessGroup(dist.ProcessGroup):
         self, tensor: Tensor, o: Options, results: Sequence[Tensor], staged: Staged
     ) -> Work:
         _check_sparse(o.op, tensor)
+        # Of a complex tensor, torch passes a view as real numbers, which if sparse has memory of
+        # its own.
+        if tensor._base is not None and tensor._base.is_complex():
+            tensor = tensor._base
+            results = [tensor]
         local = tensor.detach().coalesce()
         indices, values = local.indices().contiguous(), local.values().contiguous()
         shape, size = values.shape[1:], self.size()
