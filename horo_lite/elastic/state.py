@@ -322,8 +322,8 @@ def _taken(old: Any, content: Any) -> Any:
     if hasattr(old, "state_dict") and hasattr(old, "load_state_dict"):
         load_state_dict(old, copy.deepcopy(content))
         return old
-    if (is_array(old) or _is_variable(old)) and is_array(content):
-        return _written(old, content)
+    if is_array(old) or _is_variable(old):
+        return _written(old, content) if is_array(content) else copy.deepcopy(content)
     if known := _Known(old):
         known.take(content)
         return old
@@ -354,11 +354,16 @@ def _copy_of(array: Any) -> Any:
 def _written(old: Any, content: Any) -> Any:
     """Return the array `old` with the copy's contents, or a new array if `old` does not fit."""
     fits = tuple(old.shape) == tuple(content.shape)
-    if hasattr(old, "detach"):
-        if not fits:
+    if hasattr(content, "detach"):
+        if not hasattr(old, "detach"):
             return content.clone()
+        alike = fits and (old.dtype, old.layout) == (content.dtype, content.layout)
+        if not alike or old.layout != sys.modules["torch"].strided or _repeats(old):
+            return content.to(old.device, copy=True)
         old.detach().copy_(content)
         return old
+    if hasattr(old, "detach"):
+        return copy.deepcopy(content)
     new = from_numpy(copy.deepcopy(content), old)
     if fits and _is_variable(old):
         old.assign(new)
@@ -371,6 +376,13 @@ def _written(old: Any, content: Any) -> Any:
         old[...] = new
         return old
     return new
+
+
+def _repeats(tensor: Any) -> bool:
+    """Return whether several elements share memory, as in an expanded tensor."""
+    return any(
+        n > 1 and stride == 0 for n, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
 
 
 class _Known:

@@ -144,6 +144,24 @@ def test_names_that_refer_to_one_object_since_the_commit(alone) -> None:
     assert (state.names, state.tree) == (["a", "b"], {"x": ["a", "b"]})
 
 
+def test_tensors_that_cannot_hold_what_was_committed(alone) -> None:
+    torch = pytest.importorskip("torch")
+    half, sparse = torch.tensor([0.5, 0.5]), torch.eye(2).to_sparse()
+    state = elastic.State(
+        other_dtype=half, empty=sparse, dense=sparse, expanded=half[:1].expand(2),
+        array=np.array([0.5, 0.5]), tensor=half, number=5,
+    )  # fmt: skip
+    state.other_dtype = torch.zeros(2, dtype=torch.int64)
+    state.empty, state.dense = torch.zeros(2, 2).to_sparse(), torch.zeros(2, 2)
+    state.array, state.tensor, state.number = torch.zeros(2), np.zeros(2), torch.zeros(2)
+    state.restore()
+    for x in (state.other_dtype, state.expanded, state.array, state.tensor):
+        assert x.tolist() == [0.5, 0.5]
+    for x in (state.empty, state.dense):
+        assert x.to_dense().tolist() == [[1, 0], [0, 1]]
+    assert state.number == 5
+
+
 @pytest.mark.parametrize("number", [int, np.int64])
 def test_who_is_furthest(alone, number) -> None:
     weight = Weight(2)
