@@ -24,7 +24,7 @@ from horo_lite.elastic.sampler import Sampler
 from horo_lite.errors import CheckpointError
 from horo_lite.state.broadcast import is_writable
 from horo_lite.state.optimizer_state import OptimizerState, load_state_dict
-from horo_lite.state.trees import NUMBERS, Tree, in_brackets, mapped, overwritten
+from horo_lite.state.trees import NUMBERS, Tree, in_brackets, mapped, overwritten, repeats
 from horo_lite.state.wrapper import Wrapped, unwrapped, wrapped
 
 
@@ -358,7 +358,7 @@ def _written(old: Any, content: Any) -> Any:
         if not hasattr(old, "detach"):
             return content.clone()
         alike = fits and (old.dtype, old.layout) == (content.dtype, content.layout)
-        if not alike or old.layout != sys.modules["torch"].strided or _repeats(old):
+        if not alike or old.layout != sys.modules["torch"].strided or repeats(old):
             return content.to(old.device, copy=True)
         old.detach().copy_(content)
         return old
@@ -371,18 +371,14 @@ def _written(old: Any, content: Any) -> Any:
     if not fits or old.dtype != new.dtype:  # assignment would round it to the old dtype
         return new
     # NumPy arrays may have dtypes that the core does not know: here they are only copied.
-    numpys = isinstance(old, np.ndarray)
-    if old.flags.writeable if numpys else adapter_of(old).mutable and is_writable(old):
+    if isinstance(old, np.ndarray):
+        writes = old.flags.writeable and not repeats(old)
+    else:
+        writes = adapter_of(old).mutable and is_writable(old)
+    if writes:
         old[...] = new
         return old
     return new
-
-
-def _repeats(tensor: Any) -> bool:
-    """Return whether several elements share memory, as in an expanded tensor."""
-    return any(
-        n > 1 and stride == 0 for n, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
 
 
 class _Known:

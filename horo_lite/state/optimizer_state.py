@@ -12,7 +12,7 @@ import numpy as np
 from horo_lite.adapters import Adapter, adapter_of, changed, from_numpy, to_host
 from horo_lite.adapters.object import Named, is_array
 from horo_lite.collectives.arrays import gpu_of
-from horo_lite.state.trees import NUMBERS, Tree, in_brackets, mapped, overwritten
+from horo_lite.state.trees import NUMBERS, Tree, in_brackets, mapped, overwritten, repeats
 from horo_lite.state.wrapper import unwrapped
 
 
@@ -163,7 +163,8 @@ class OptimizerState:
             return self._adapter.from_numpy(value, value)
         memory = to_host(old)
         fits = isinstance(memory, np.ndarray) and memory.shape == value.shape
-        if fits and memory.dtype == value.dtype and memory.flags.writeable:
+        fits = fits and memory.dtype == value.dtype and not repeats(memory)
+        if fits and memory.flags.writeable:
             memory[...] = value
             changed([old])
             return old

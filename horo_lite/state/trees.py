@@ -256,6 +256,15 @@ def overwritten(
     return result
 
 
+def repeats(array: Any) -> bool:
+    """Return whether elements of a NumPy array or torch tensor are one in memory, as by expand().
+
+    Other contents cannot be written into it.
+    """
+    strides = array.stride() if hasattr(array, "stride") else array.strides
+    return any(n > 1 and stride == 0 for n, stride in zip(array.shape, strides, strict=True))
+
+
 def _tuple_like(tree: tuple[Any, ...], items: list[Any]) -> Any:
     if hasattr(tree, "_make"):
         return tree._make(items)

@@ -243,13 +243,14 @@ def test_state_of_an_optimizer_without_state_dict(wrapped: bool) -> None:
     run_threads(3, rank)
 
 
-def test_arrays_that_are_one_object_on_some_ranks() -> None:
+def test_arrays_and_elements_that_are_one_object_on_some_ranks() -> None:
     class Adam:
         def __init__(self) -> None:
             self.params = [Parameter(np.zeros(2))]
             self.v = [np.zeros(2)]
             self.m = list(self.v)  # one object each, until the first step
             self.first = self.m
+            self.expanded = np.lib.stride_tricks.as_strided(np.zeros(1), (2,), (0,))
 
         def step(self) -> None:
             self.m[0], self.v[0] = self.m[0] + 1, self.v[0] + 2
@@ -258,11 +259,13 @@ def test_arrays_that_are_one_object_on_some_ranks() -> None:
         inner = Adam()
         if group.rank == 1:
             inner.step()
+            inner.expanded = np.array([3.0, 4.0])
         v = inner.v[0]
         broadcast_optimizer_state(inner, root_rank=1, group=group)
         assert (inner.m[0].tolist(), inner.v[0].tolist()) == ([1, 1], [2, 2])
         assert inner.v[0] is v
         assert inner.first is inner.m
+        assert inner.expanded.tolist() == [3, 4]
 
     run_threads(2, rank)
 
