@@ -262,7 +262,8 @@ def repeats(array: Any) -> bool:
     Other contents cannot be written into it.
     """
     strides = array.stride() if hasattr(array, "stride") else array.strides
-    return any(n > 1 and stride == 0 for n, stride in zip(array.shape, strides, strict=True))
+    one = any(n > 1 and stride == 0 for n, stride in zip(array.shape, strides, strict=True))
+    return one and 0 not in array.shape
 
 
 def _tuple_like(tree: tuple[Any, ...], items: list[Any]) -> Any:
