@@ -127,7 +127,7 @@ class _SharedBuckets:
                 weakref.finalize(first, _forget, weakref.ref(self), id(first))
             # DDP rebuilds its buckets after the first step: wait for the next one.
             known = self._buckets[id(first)] = _Bucket(*kind)
-        elif not known.is_arranged and self._can_share:
+        elif not known.is_arranged and self._can_share and buffer.layout is torch.strided:
             known.is_arranged = True
             self._share(known, buffer)
         return known
@@ -170,7 +170,7 @@ def _shared_buckets(group: Group) -> _SharedBuckets:
 
 def _moved_to_shared_memory(buffer: torch.Tensor) -> SharedMemory | None:
     """Move a tensor's storage to shared memory, and return that; None if impossible."""
-    if buffer.layout is not torch.strided or buffer.device.type != "cpu":
+    if buffer.device.type != "cpu":
         return None
     storage = buffer.untyped_storage()
     if not buffer.is_contiguous() or buffer.storage_offset() or storage.nbytes() != buffer.nbytes:

@@ -219,6 +219,20 @@ def in_place(rank: int, size: int) -> None:
     del net, wrapped
     gc.collect()
 
+    # A sparse gradient is averaged as without the hook, and does not affect the others.
+    net = model(sparse=True)
+    wrapped = DistributedDataParallel(net, find_unused_parameters=True)
+    wrapped.register_comm_hook(None, ddp_hooks.average_in_place)
+    trained(
+        wrapped,
+        torch.optim.SGD(net.parameters(), 0.3),
+        lambda step: shard(batch(step, size), rank),
+    )
+    check(net, alone(size), "sparse gradients beside buckets in shared memory")
+    assert len(buckets()) == 1
+    del net, wrapped
+    gc.collect()
+
     # If one rank cannot allocate memory, all continue without.
     move = ddp_hooks._moved_to_shared_memory
     if rank != 0:
