@@ -481,7 +481,8 @@ class Group:
             )
         if self._closed:
             raise NotInitializedError(
-                "the world was shut down: call horo_lite.init() again before using it"
+                "this group of ranks is closed, since its world was shut down, or the group was "
+                "freed or destroyed: use one that was created after that"
             )
 
     def stream(self, gpu: int | None, asynchronous: bool = False) -> CommunicationStream | None:

@@ -756,6 +756,7 @@ def main() -> None:
             dist.recv(x := torch.zeros(1), 0, group=group)
             assert x.item() == expected
     dist.destroy_process_group(b)
+    raises(hvd.NotInitializedError, "this group of ranks is closed", b.barrier)
 
     dist.destroy_process_group()
     assert hvd.is_initialized() == by_mpi  # by MPI, hvd.init() has made the world

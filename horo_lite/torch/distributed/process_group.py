@@ -2,8 +2,8 @@
 
 Each method becomes a Call for the progress thread. torch matches the collectives of a group by
 position, so their names are numbers, and the contract of the Call holds everything else. Process
-groups are made by their members alone, by messages, since torch does not involve other ranks; one
-of the same ranks as the world uses the world's group.
+groups are made by their members alone, by messages, since torch does not involve other ranks; the
+default one uses the world's group.
 """
 
 # Torch's stubs list several signatures for each method. Its own functions use only that with opts.
