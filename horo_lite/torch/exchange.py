@@ -29,8 +29,8 @@ from horo_lite.torch.passes import graph_task, notify_at_end
 from horo_lite.torch.slots import Slot, SlotAdapter, is_sparse
 from horo_lite.torch.submission import none_instead_of
 from horo_lite.torch.uncompiled import uncompiled
+from horo_lite.training.hyperparameters import Hyperparameters, digest, hyperparameters
 from horo_lite.training.options import Options, averaging
-from horo_lite.training.reducer import learning_rates, shown
 from horo_lite.transports.shm import SharedMemory
 
 # An attribute of each gradient: where it comes from. This distinguishes a gradient that zero_grad()
@@ -58,7 +58,7 @@ class Note(NamedTuple):
     """What the ranks tell each other with an exchange."""
 
     in_step: bool  # where gradients are used at once
-    rates: str  # learning rates, which may be different until step() uses them
+    hyperparameters: str  # their digest, which may be different until step() uses them
     sparse: str  # sparse gradients: see sparse.note
 
 
@@ -124,7 +124,7 @@ class GradientExchange:
         self._pass = BackwardPass()  # the current or next one
         self._drift.reset_counts()
         self._n_exchanges = 0
-        self._rates_differ = False  # as far as all ranks know
+        self._differs = False  # as far as all ranks know
         for slot in self._of_id.values():
             slot.begin()
             slot.view, slot.parameter.grad = None, None
@@ -454,22 +454,24 @@ class GradientExchange:
         mark = getattr(gradient, _MARK, _BY_HAND)
         return mark == _BY_HAND or (mark == _BEFORE and self._step.is_due)
 
-    def _check_rates(self) -> None:
-        """Raise MismatchError on every rank if they are about to step with different rates.
+    def _check_hyperparameters(self) -> None:
+        """Raise MismatchError on every rank if they are about to step with different ones.
 
         They compare them here only if they have found a difference in an exchange: after that,
         broadcast_optimizer_state() may have removed it.
         """
-        if self._rates_differ:
-            self.reducer.compare_rates(self._rates())
-            self._rates_differ = False
+        if self._differs:
+            self.reducer.compare_hyperparameters(self._hyperparameters())
+            self._differs = False
 
-    def _rates(self) -> tuple[float, ...]:
-        return learning_rates(self._attributes.get("param_groups", ()))
+    def _hyperparameters(self) -> Hyperparameters:
+        return hyperparameters(
+            self._attributes.get("param_groups", ()), self._attributes.get("defaults", ())
+        )
 
     def _flush_in_closure(self) -> None:
         self._flush_in_step()
-        self._check_rates()
+        self._check_hyperparameters()
 
     def _flush_in_step(self) -> None:
         """Exchange what is left; raise RuntimeError if this rank has changed averages."""
@@ -531,7 +533,7 @@ class GradientExchange:
                         "skip_synchronize() without synchronize(): every rank would step with its "
                         "own gradients. Call synchronize() first"
                     )
-                self._check_rates()
+                self._check_hyperparameters()
             result = step(*args, **kwargs)
         finally:
             self._is_stepping = False
@@ -584,7 +586,7 @@ class GradientExchange:
                 self._densify(slot)
         own = [s for s in touched if s.sparse_dim or is_sparse(s.parameter.grad)]
         dense = {slot.index for slot in touched} - {slot.index for slot in own}
-        note = Note(in_step, shown(self._rates()), sparse.note(own))
+        note = Note(in_step, digest(self._hyperparameters()), sparse.note(own))
         n_ready = reducer.n_ready
         changed = [slot for slot in touched if slot.has_changed(n_ready[slot.index] > 0)]
         for slot in changed:
@@ -602,7 +604,7 @@ class GradientExchange:
         try:
             common = reducer.finish(note)
             notes: dict[int, Note] = common.notes
-            self._rates_differ = len({note.rates for note in notes.values()}) > 1
+            self._differs = len({note.hyperparameters for note in notes.values()}) > 1
             rows = {rank: note.sparse for rank, note in notes.items()}
             if any(rows.values()) and not self.options.sparse_as_dense:
                 assert self.group is not None
@@ -687,7 +689,7 @@ class GradientExchange:
         """Start counting again: all ranks have joined, after different numbers of steps."""
         self._drift.reset_counts()
         self._n_exchanges = 0
-        self._rates_differ = False
+        self._differs = False
         self._place()
 
     def _place(self) -> None:

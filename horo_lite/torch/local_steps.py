@@ -86,7 +86,7 @@ class LocalSteps(GradientExchange):
         """Set the parameters to their values at the start plus the combined steps."""
         self._deltas |= {i: self._value(i) - value for i, value in start.items()}
         try:
-            self.reducer.finish(rates=self._rates())
+            self.reducer.finish(numbers=self._hyperparameters())
         except Exception:  # as in the exchange of gradients
             self.reset_counts()
             raise

@@ -141,8 +141,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         TypeError: It is not an optimizer of torch, or it is already a DistributedOptimizer.
         ValueError: Options are invalid, the optimizer or a parameter already has a
             DistributedOptimizer, or names are incomplete.
-        MismatchError: In backward() or step(), on every rank, if gradients, options or learning
-            rates differ between ranks.
+        MismatchError: In backward() or step(), on every rank, if gradients, options or
+            hyperparameters differ between ranks.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         is_class = isinstance(optimizer, type)

@@ -23,8 +23,9 @@ from horo_lite.collectives.reductions import Average, Op
 from horo_lite.context import on_renewed
 from horo_lite.state.drift import DriftCheck
 from horo_lite.state.wrapper import Wrapper
+from horo_lite.training.hyperparameters import hyperparameters
 from horo_lite.training.options import Options, averaging
-from horo_lite.training.reducer import Reducer, learning_rates
+from horo_lite.training.reducer import Reducer
 
 if TYPE_CHECKING:
     from horo_lite.collectives.group import Group
@@ -82,7 +83,7 @@ class DistributedOptimizer(Wrapper):
     may add to the gradients before either is called.
 
     Costs two handshakes per step in addition to the bytes. If parameters, gradients, options or (in
-    `param_groups`) learning rates differ between ranks, every rank raises MismatchError, which
+    `param_groups`) hyperparameters differ between ranks, every rank raises MismatchError, which
     names the first difference; a gradient missing on some ranks counts as zeros there.
     """
 
@@ -439,7 +440,9 @@ class _Own:
         reducer = begun or self.begin(named, weight)
         self.step.has_begun = False
         try:
-            reducer.finish(rates=learning_rates(getattr(self.inner, "param_groups", ())))
+            groups = getattr(self.inner, "param_groups", ())
+            defaults = getattr(self.inner, "defaults", ())
+            reducer.finish(numbers=hyperparameters(groups, defaults))
         except Exception:  # on all ranks there is one
             self.drift.reset_counts()  # they may have been in different steps
             raise

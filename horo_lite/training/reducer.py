@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import pickle
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -26,6 +25,7 @@ from horo_lite.training.gradient_memory import (
     in_words,
     tensors_of,
 )
+from horo_lite.training.hyperparameters import Hyperparameters, difference, digest
 from horo_lite.training.overlap import Overlap
 from horo_lite.training.plan import (
     DEFAULT_BUCKET_BYTES,
@@ -67,7 +67,7 @@ class Offer(NamedTuple):
     attempt: int
     note: Any
     finding: Finding | None
-    rates: tuple[float, ...]
+    hyperparameters: Hyperparameters
     failure: str  # why this rank cannot take part
 
     @property
@@ -76,7 +76,7 @@ class Offer(NamedTuple):
         agreed = 0 if self.agreed is None else self.agreed.digest
         rest = hash63(
             f"{self.step} {self.attempt} {agreed} {self.plan.digest} {self.note} {self.finding} "
-            f"{shown(self.rates)} {self.failure}"
+            f"{digest(self.hyperparameters)} {self.failure}"
         )
         return rest // _MOST_BUCKETS * _MOST_BUCKETS + min(self.n_begun, _MOST_BUCKETS - 1)
 
@@ -336,12 +336,12 @@ class Reducer:
         n_begun = len(self._step.handles)
         return self._agreed is not None and self._agreed.bucket_of.get(i, n_begun) < n_begun
 
-    def finish(self, note: Any = "", rates: tuple[float, ...] = ()) -> Common:
+    def finish(self, note: Any = "", numbers: Hyperparameters = ()) -> Common:
         """Exchange the remaining gradients, and wait for all results. Every rank calls it.
 
         Args:
             note: For the other ranks; has a text, and can be pickled.
-            rates: This rank's learning rates, which must be equal on all.
+            numbers: Those of this rank's optimizer, which must be equal on all.
 
         Returns:
             What the ranks have agreed on, with every rank's note.
@@ -350,7 +350,7 @@ class Reducer:
             MismatchError: The ranks' plans differ.
         """
         try:
-            common = self._finish(note, rates)
+            common = self._finish(note, numbers)
         except (PeerLostError, StallError):
             raise  # this world can no longer be used
         except BaseException:
@@ -364,7 +364,7 @@ class Reducer:
             self._report(common.findings, label)
         return common
 
-    def _finish(self, note: Any, rates: tuple[float, ...]) -> Common:
+    def _finish(self, note: Any, numbers: Hyperparameters) -> Common:
         self._overlap.end(self._step.began)
         try:
             own = self._read()
@@ -374,7 +374,7 @@ class Reducer:
         arrays, copied = own.arrays, own.copied
         if self._compares_later() and self._follow(mine, arrays, copied):
             return Common(mine, 0, dict.fromkeys(self.group.transport.ranks, note), {}, True)
-        common = self._agree(self._offer(mine, note, rates))
+        common = self._agree(self._offer(mine, note, numbers))
         plan, n_begun = common.plan, common.n_begun
         if plan is not mine:
             self._fill(plan, arrays, copied)
@@ -423,9 +423,9 @@ class Reducer:
         """Return whether the last exchange contained the gradient of parameter i, of any rank."""
         return self._agreed is not None and self._agreed.plan.present[i]
 
-    def compare_rates(self, rates: tuple[float, ...]) -> None:
-        """Raise MismatchError on every rank if their learning rates differ. Collective."""
-        self._agree(self._offer(NOTHING, rates=rates))
+    def compare_hyperparameters(self, numbers: Hyperparameters) -> None:
+        """Raise MismatchError on every rank if they differ. Collective."""
+        self._agree(self._offer(NOTHING, numbers=numbers))
 
     def abandon(self) -> None:
         """Give up this step, on this rank only, so that none of its buckets is in flight any more.
@@ -564,7 +564,7 @@ class Reducer:
     # All ranks' gradients.
 
     def _offer(
-        self, plan: Plan, note: Any = "", rates: tuple[float, ...] = (), failure: str = ""
+        self, plan: Plan, note: Any = "", numbers: Hyperparameters = (), failure: str = ""
     ) -> Offer:
         if not (self._title or self._number):
             if _Numbers not in self.group.kept:
@@ -578,7 +578,7 @@ class Reducer:
             self._attempt,
             note,
             self._step.finding,
-            rates,
+            numbers,
             failure,
         )
 
@@ -626,10 +626,10 @@ class Reducer:
                     "ones, after the same backward passes, on every rank."
                 )
             plan = merge([offer.plan for offer in offers], ranks)
-            if not all(_are_close(offer.rates, offers[0].rates) for offer in offers):
-                rates = who_has([shown(offer.rates) for offer in offers], ranks)
+            numbers = difference([offer.hyperparameters for offer in offers], ranks)
+            if numbers:
                 raise MismatchError(
-                    f"The ranks' learning rates differ: {rates}, so their parameters would "
+                    f"The ranks' hyperparameters differ: {numbers}, so their parameters would "
                     "diverge. Give a scheduler the same number on every rank (allreduce() the "
                     "loss that it follows), and call broadcast_optimizer_state() if only one rank "
                     "has loaded a checkpoint."
@@ -737,33 +737,6 @@ class Reducer:
         for i, owner in enumerate(plan.owners):
             if plan.present[i] and owner in copied:
                 self._adapter.set_gradient(self._parameters[i][1], copied[owner])
-
-
-def learning_rates(param_groups: Any) -> tuple[float, ...]:
-    """Return the learning rates of groups like torch's, except those on a GPU."""
-    rates: list[Any] = [group.get("lr") for group in param_groups if isinstance(group, dict)]
-    return tuple(
-        rate if isinstance(rate, (int, float)) else rate.item()
-        for rate in rates
-        if isinstance(rate, (int, float)) or _is_number_in_memory(rate)
-    )
-
-
-def _is_number_in_memory(x: Any) -> bool:
-    return hasattr(x, "item") and math.prod(getattr(x, "shape", (0,))) == 1 and gpu_of(x) is None
-
-
-def shown(rates: tuple[float, ...]) -> str:
-    """Return the learning rates in words, rounded as they are compared."""
-    return ", ".join([f"{rate:.6g}" for rate in rates]) or "none"
-
-
-def _are_close(rates: tuple[float, ...], others: tuple[float, ...]) -> bool:
-    """Return whether rates are equal up to the last digits, which may depend on libraries."""
-    return len(rates) == len(others) and all(
-        math.isclose(rate, other, rel_tol=1e-6) or (math.isnan(rate) and math.isnan(other))
-        for rate, other in zip(rates, others, strict=True)
-    )
 
 
 def _which_try(attempt: int) -> str:

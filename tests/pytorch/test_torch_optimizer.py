@@ -8,6 +8,7 @@ import gc
 import io
 import math
 import pickle
+import re
 import threading
 import warnings
 from collections.abc import Iterator
@@ -1684,6 +1685,30 @@ def test_learning_rates_are_compared_when_they_are_used(how: str) -> None:
 
     a, b = run_threads(2, rank)
     assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("name", ["weight_decay", "betas", "amsgrad"])
+def test_all_numbers_of_the_groups_are_compared(name: str) -> None:
+    def rank(group: Group) -> None:
+        net = network()
+        groups = [{"params": [p], "rank": group.rank} for p in net.parameters()]
+        same = {"weight_decay": 0.1, "betas": (0.9, 0.99), "amsgrad": False}
+        other = {"weight_decay": 0.2, "betas": (0.9, 0.98), "amsgrad": True}
+        # How a step is computed may differ.
+        optimizer = torch.optim.AdamW(groups, foreach=group.rank == 1, **same)
+        optimizer = wrap(optimizer, group, net)
+        for k, differs in enumerate((False, True, False)):
+            optimizer.param_groups[1][name] = (other if differs and group.rank else same)[name]
+            optimizer.zero_grad()
+            loss_of(net, *samples(k)).backward()
+            if differs:
+                which = {"betas": "betas[1]"}.get(name, name)
+                with pytest.raises(MismatchError, match=re.escape(f"{which} of group 1: rank 0")):
+                    optimizer.step()
+            else:
+                optimizer.step()
+
+    run_threads(2, rank)
 
 
 def test_exchanges_of_different_steps_are_not_mixed() -> None:
