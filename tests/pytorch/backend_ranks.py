@@ -96,6 +96,23 @@ def by_future_in_a_callback(group: Group) -> list[Tensor]:
     return [future.then(again).wait()]
 
 
+def futures_in_reverse(group: Group) -> list[Tensor]:
+    """The later one can only end after the future of the earlier one."""
+    xs = [mine(group, 2), mine(group, 3)]
+    if group.rank() == 0:
+        works = [dist.all_reduce(x, group=group, async_op=True) for x in xs]
+        last, first = (work.get_future() for work in works[::-1])
+        first.wait()
+        for r in range(1, group.size()):
+            dist.send(torch.ones(1), group_dst=r, group=group)
+        last.wait()
+    else:
+        dist.all_reduce(xs[0], group=group)
+        dist.recv(torch.zeros(1), group_src=0, group=group)
+        dist.all_reduce(xs[1], group=group)
+    return xs
+
+
 def reduce(group: Group) -> list[Tensor]:
     root = group.size() - 1
     x = mine(group, 4)
@@ -344,6 +361,7 @@ CASES: dict[str, Callable[[Group], list[Tensor]]] = {
             several_in_flight,
             by_future,
             by_future_in_a_callback,
+            futures_in_reverse,
             reduce,
             reduce_scatter_large,
             reduce_scatter_of_views,

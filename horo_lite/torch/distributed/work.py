@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from horo_lite.start import stall
 from horo_lite.torch.uncompiled import all_uncompiled
 
 _NO_TIMEOUT = timedelta(0)  # torch's kNoTimeout: use that of the process group
+_numbers = itertools.count()  # of works, in the order of submission
 
 
 @all_uncompiled
@@ -47,6 +49,7 @@ class Work(dist.Work):
         finish: Callable[[Any], None] | None = None,
     ) -> None:
         super().__init__()
+        self.number = next(_numbers)
         self._handle = handle
         self._tensors = list(tensors)
         self._waiter = waiter
@@ -196,18 +199,26 @@ class Waiter:
     """The thread that waits for the operations of a process group that have futures.
 
     It is started for the first one. Each kind of operation, collectives or messages, has its own
-    waiter, which gets them in the order of submission, so none is delayed by a later one.
+    waiter, which gets them in the order of submission, so none is delayed by a later one. If the
+    program asks for their futures in another order, the earlier one has a thread of its own.
     """
 
     def __init__(self) -> None:
         self._works: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.RLock()  # a signal handler may put a work in the middle of it
+        self._latest = -1  # number
         _waiters.add(self)
 
     def put(self, work: Work) -> None:
         """Settle the work and complete its future, after those before it."""
         with self._lock:
+            if work.number < self._latest:
+                other = Waiter()
+                other.put(work)
+                other._works.put(None)
+                return
+            self._latest = work.number
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="horo_lite futures", daemon=True)
                 if self._thread is None:  # still: see `_lock`
