@@ -368,6 +368,8 @@ def _written(old: Any, content: Any) -> Any:
     if fits and _is_variable(old):
         old.assign(new)
         return old
+    if new.dtype != content.dtype:  # JAX has rounded it to 32 bits
+        return copy.deepcopy(content)
     if not fits or old.dtype != new.dtype:  # assignment would round it to the old dtype
         return new
     # NumPy arrays may have dtypes that the core does not know: here they are only copied.

@@ -107,6 +107,10 @@ def test_a_snapshot_holds_everything_and_is_independent(alone) -> None:
         assert (seen(), state._digest()) == (look, digest)
     assert state.array is array
     assert state.tensor is tensor
+    state = elastic.State(x=np.array([2**40]), y=np.array([1 / 3]))
+    state.x, state.y = jnp.zeros(1, int), jnp.zeros(1)  # of 32 bits
+    state.restore()
+    assert (state.x.tolist(), state.y.tolist()) == ([2**40], [1 / 3])
 
 
 def test_arrays_of_any_dtype_are_kept(alone) -> None:
