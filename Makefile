@@ -192,13 +192,17 @@ ready_of = $(if $(filter $1,$(STAND_INS)),$(VENV)/.test,$(if $(filter $1,$(BESID
 
 TESTABLE := $(filter-out $(UNTESTABLE),$(KNOWN_FRAMEWORKS))
 
+# Tests of other parts for which $(VENV) lacks a package, such as JAX beside PyTorch.
+ALSO_jax := tests/state/test_broadcast.py::test_jax
+ALSO_keras := tests/elastic/test_elastic.py::test_a_snapshot_holds_everything_and_is_independent
+
 # With -j, pip downloads for one environment while the core is compiled for another.
 environments: $(TEST_READY) $(DOCS)/.made $(foreach name,$(filter $(TESTABLE),$(FRAMEWORKS)),$(call ready_of,$(name))) ## create the environments of all tests and checks
 
 $(addprefix framework-,$(TESTABLE)): framework-%:
 	@$(MAKE) -s --no-print-directory $(call ready_of,$*)
 	@echo "==> tests with $*"
-	@$(dir $(call ready_of,$*))bin/python -m pytest tests/frameworks/test_$*.py $(ARGS)
+	@$(dir $(call ready_of,$*))bin/python -m pytest tests/frameworks/test_$*.py $(ALSO_$*) $(ARGS)
 
 $(addprefix framework-,$(filter-out $(KNOWN_FRAMEWORKS),$(FRAMEWORKS))):
 	@echo "unknown framework $(@:framework-%=%); known are $(KNOWN_FRAMEWORKS)" && exit 2
