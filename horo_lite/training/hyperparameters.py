@@ -1,4 +1,4 @@
-"""The numbers in an optimizer's param_groups: ranks that step with others would diverge."""
+"""Learning rates and other numbers of an optimizer: ranks that step with others would diverge."""
 
 from __future__ import annotations
 
@@ -37,6 +37,15 @@ def hyperparameters(groups: Iterable[Any], defaults: Iterable[str]) -> Hyperpara
                 elif value is not None:
                     found += [(name + which, i, x) for which, x in _numbers(value)]
     return tuple(found)
+
+
+def hyperparameters_of(optimizer: object) -> Hyperparameters:
+    """Return those of an optimizer: its `lr` or `learning_rate`, a number, if it has no groups."""
+    groups: Iterable[Any] | None = getattr(optimizer, "param_groups", None)
+    if groups is not None:
+        return hyperparameters(groups, getattr(optimizer, "defaults", ()))
+    rates = [(name, getattr(optimizer, name, None)) for name in ("lr", "learning_rate")]
+    return tuple((name, 0, x) for name, x in rates if isinstance(x, (int, float)))
 
 
 def _numbers(value: Any) -> Iterator[tuple[str, float]]:

@@ -23,7 +23,7 @@ from horo_lite.collectives.reductions import Average, Op
 from horo_lite.context import on_renewed
 from horo_lite.state.drift import DriftCheck
 from horo_lite.state.wrapper import Wrapper
-from horo_lite.training.hyperparameters import hyperparameters
+from horo_lite.training.hyperparameters import hyperparameters_of
 from horo_lite.training.options import Options, averaging
 from horo_lite.training.reducer import Reducer
 
@@ -82,9 +82,10 @@ class DistributedOptimizer(Wrapper):
     is a RuntimeError. `step()` after `synchronize()` never averages twice. Several backward passes
     may add to the gradients before either is called.
 
-    Costs two handshakes per step in addition to the bytes. If parameters, gradients, options or (in
-    `param_groups`) hyperparameters differ between ranks, every rank raises MismatchError, which
-    names the first difference; a gradient missing on some ranks counts as zeros there.
+    Costs two handshakes per step in addition to the bytes. If parameters, gradients, options,
+    learning rates (`lr`, `learning_rate`) or other numbers in `param_groups` differ between ranks,
+    every rank raises MismatchError, which names the first difference; a gradient missing on some
+    ranks counts as zeros there.
     """
 
     if not TYPE_CHECKING:  # type checkers see the options of __init__
@@ -440,9 +441,7 @@ class _Own:
         reducer = begun or self.begin(named, weight)
         self.step.has_begun = False
         try:
-            groups = getattr(self.inner, "param_groups", ())
-            defaults = getattr(self.inner, "defaults", ())
-            reducer.finish(numbers=hyperparameters(groups, defaults))
+            reducer.finish(numbers=hyperparameters_of(self.inner))
         except Exception:  # on all ranks there is one
             self.drift.reset_counts()  # they may have been in different steps
             raise

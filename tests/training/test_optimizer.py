@@ -302,6 +302,31 @@ def test_where_parameters_are_found() -> None:
     run_threads(1, rank)
 
 
+@pytest.mark.parametrize("name", ["lr", "learning_rate"])
+def test_ranks_whose_learning_rates_differ_do_not_step_apart(name: str) -> None:
+    class Sgd(Momentum):
+        def step(self, scale: float = 1.0) -> str:
+            self.lr = getattr(self, name)
+            return super().step(scale)
+
+    def rank(group: Group) -> None:
+        net = network()
+        optimizer = DistributedOptimizer(Sgd(net), group=group)
+        for step, rate in enumerate((0.5, 0.5 + group.rank, 0.25)):
+            setattr(optimizer, name, rate)
+            optimizer.zero_grad()
+            backward(net, *samples(4, group.rank))
+            if step == 1:
+                words = rf"differ: {name}: rank 0 has 0\.5, rank 1 has 1\.5, so"
+                with pytest.raises(MismatchError, match=words):
+                    optimizer.step()
+            else:
+                optimizer.step()
+        assert optimizer.n_steps == 2
+
+    run_threads(2, rank)
+
+
 def test_ranks_whose_hyperparameters_differ_do_not_step_apart() -> None:
     class Grouped:
         def __init__(self) -> None:
