@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 
 from horo_lite.context import rank, size
-from horo_lite.errors import warn
+from horo_lite.errors import MismatchError, warn
 from horo_lite.keras.base import Averaging, build, is_keras2, keras
-from horo_lite.ops import grouped_allreduce
+from horo_lite.ops import allgather, grouped_allreduce
 from horo_lite.state.broadcast import broadcast_parameters
 from horo_lite.state.wrapper import unwrapped
+from horo_lite.training.plan import who_has
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
@@ -23,6 +24,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     since noise must differ between ranks.
 
     On TensorFlow it also turns jit_compile off, which Keras turns on by default if there is a GPU.
+
+    Before each epoch it compares the ranks' learning rates, with which they would diverge, and
+    raises MismatchError on every rank if they differ.
 
     Args:
         root_rank: The rank whose weights and state all receive.
@@ -59,6 +63,19 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             self.model.jit_compile = False
             self.model.make_train_function(force=True)
         self._broadcast()
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        if not self._is_done:
+            return
+        rate = np.array([float(self.model.optimizer.learning_rate)])
+        rates = allgather(rate, name="learning rates").tolist()
+        if not np.allclose(rates, rates[0], rtol=1e-6, atol=0, equal_nan=True):
+            raise MismatchError(
+                f"The ranks' learning rates differ before epoch {epoch}: "
+                f"{who_has([f'{rate:.6g}' for rate in rates])}, so their weights would diverge. "
+                "Put MetricAverageCallback before callbacks that follow metrics, such as "
+                "ReduceLROnPlateau."
+            )
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if not self._is_done:

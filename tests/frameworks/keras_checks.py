@@ -875,6 +875,11 @@ def check_mismatches_are_named() -> None:
     for was, now, gradient in zip(start, model.get_weights(), expected, strict=True):
         np.testing.assert_allclose(was - now, gradient, **CLOSE)
     check_same_bits(model)
+    # Learning rates that follow each rank's own loss, as with ReduceLROnPlateau.
+    model = compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(1.0)))
+    halved = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / (1 + wide * epoch))
+    with pytest.raises(hvd.MismatchError, match=r"epoch 2: rank.* has 0\.5, .*MetricAverage"):
+        fit(model, epochs=3, callbacks=[*broadcast(), halved])
 
 
 def _first_step(model: Any) -> None:

@@ -18,9 +18,9 @@ from typing import Any
 COMPILER = "torch._dynamo"
 
 
-def disable(function: Callable[..., Any], *_: object, **__: object) -> Callable[..., Any]:
-    """Do nothing: what is not compiled need not be marked."""
-    return function
+def disable(function: Callable[..., Any] | None = None, *_: object, **__: object) -> Any:
+    """Do nothing, also as a decorator with arguments: what is not compiled need not be marked."""
+    return (lambda function: function) if function is None else function
 
 
 def graph_break(*_: object, **__: object) -> None:
