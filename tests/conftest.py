@@ -73,7 +73,9 @@ def _refuse_unmarked_process(event: str, args: tuple[object, ...]) -> None:
         raise RuntimeError(
             f"{_running.nodeid} uses ranks of others: mark it with pytest.mark.served"
         )
-    if event == "subprocess.Popen" and _running and not _running.get_closest_marker("launches"):
+    if event != "subprocess.Popen" or args[0] == "/sbin/ldconfig":  # by ctypes, to find a library
+        return
+    if _running and not _running.get_closest_marker("launches"):
         raise RuntimeError(
             f"{_running.nodeid} starts {args[0]}: mark it with pytest.mark.launches (or mpi, if it "
             f"must also run under MPICH)"
