@@ -62,8 +62,8 @@ MUTANTS = (
         "bucket",
         "a bucket that is left out",
         "horo_lite/training/reducer.py",
-        "early = {i for bucket in self._agreed.buckets[:n_begun] for i in bucket}",
-        "early = {i for bucket in self._agreed.buckets[: n_begun + 1] for i in bucket}",
+        "early = {i for bucket in self._agreed.plan.buckets[:n_begun] for i in bucket}",
+        "early = {i for bucket in self._agreed.plan.buckets[: n_begun + 1] for i in bucket}",
     ),
     Mutant(
         "error",
@@ -82,9 +82,9 @@ MUTANTS = (
     Mutant(
         "weight",
         "a rank's weight that is ignored",
-        "horo_lite/collectives/reductions.py",
-        "weight=1.0 if part.weight is None else part.weight,",
-        "weight=1.0,",
+        "horo_lite/collectives/calls.py",
+        "return 1.0 if self.weight is None else self.weight",
+        "return 1.0",
     ),
     Mutant(
         "fp16",
