@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -67,8 +69,10 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         if not self._is_done:
             return
-        rate = np.array([float(self.model.optimizer.learning_rate)])
-        rates = allgather(rate, name="learning rates").tolist()
+        rate = math.nan  # older optimizers of tf_keras may have none, or show only a schedule
+        with suppress(AttributeError, TypeError):
+            rate = float(self.model.optimizer.learning_rate)
+        rates = allgather(np.array([rate]), name="learning rates").tolist()
         if not np.allclose(rates, rates[0], rtol=1e-6, atol=0, equal_nan=True):
             raise MismatchError(
                 f"The ranks' learning rates differ before epoch {epoch}: "
