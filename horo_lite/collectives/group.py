@@ -120,6 +120,9 @@ class Group:
         self._closed = False
         self._engine = transport.new_engine(explain)
 
+    def __deepcopy__(self, memo: object) -> Group:
+        return self  # layers hold one, and are copied
+
     def run(self, call: Call[T], part: Part) -> T:
         """Execute a call with this rank's part, and return its result.
 

@@ -28,7 +28,9 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         mean = sum(n_r * m_r) / sum(n_r),    variance = sum(n_r * (v_r + (m_r - mean)^2)) / sum(n_r)
 
     This equals Horovod's if all n_r are equal; otherwise, Horovod gives all ranks the same weight.
-    Gradients flow through both. Works with Keras' TensorFlow backend, and with tf_keras.
+    Gradients flow through both, in which every rank's loss counts alike: for uneven batches, do not
+    pass `weight=` to the tape or optimizer, but divide each rank's sum of losses by the number of
+    all ranks' samples, with op=Sum. Works with Keras' TensorFlow backend, and with tf_keras.
 
     Args:
         fused: Horovod's argument, which may only be False.

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from horo_lite.collectives.adasum import check_size
+from horo_lite.collectives.group import Group
 from horo_lite.collectives.reductions import Adasum, Average, Sum, checked_weight
 from horo_lite.collectives.shared_memory import share
 from horo_lite.context import is_initialized, on_renewed, world
@@ -51,6 +52,8 @@ WEIGHT_COMES_FIRST = (
 _owner_of: dict[int, weakref.ref[GradientExchange]] = {}
 # Exchanges in a world of one rank, which own no parameters until the world grows.
 _alone: weakref.WeakSet[GradientExchange] = weakref.WeakSet()
+# Those whose set_weight() was called.
+_weighted: weakref.WeakSet[GradientExchange] = weakref.WeakSet()
 _numbers = itertools.count()
 
 
@@ -384,6 +387,7 @@ class GradientExchange:
                     "Call it before backward(), and after the zero_grad() that begins a step"
                 )
             self._step.weight, self._step.weight_is_used = weight, False
+            _weighted.add(self)
 
     def _use_weight(self) -> None:
         self._step.weight_is_used = True
@@ -697,6 +701,29 @@ class GradientExchange:
         n = (self._n_exchanges + 1) * self.passes if self._n_exchanges else 0
         step = f"step {self._drift.n_together + 1}"
         self.reducer.position = f", backward pass {n} of {step}" if n else f", {step}"
+
+
+def weight_in_backward(group: Group) -> float | None:
+    """Return the weight that optimizers will give to the gradients of the pass under way.
+
+    For a layer whose backward() adds up gradients of all ranks. `group` tells ranks that are
+    threads apart.
+    """
+    rank = group.transport.ranks[group.rank]
+    weights = {
+        exchange._step.weight
+        for exchange in list(_weighted)
+        if (own := exchange.group) is not None
+        and exchange.active
+        and own.transport.ranks[own.rank] == rank
+    } - {None}
+    if len(weights) > 1:
+        raise RuntimeError(
+            f"optimizers have different weights ({sorted(map(str, weights))}) in one backward(), "
+            "and its SyncBatchNorm cannot tell whose gradients it adds up: pass the same number to "
+            "set_weight() of all of them"
+        )
+    return weights.pop() if weights else None
 
 
 def _follow_world() -> None:

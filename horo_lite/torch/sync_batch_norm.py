@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from horo_lite.collectives.group import Group
 from horo_lite.collectives.reductions import Sum
 from horo_lite.horovod.process_sets import ProcessSet, global_process_set, group_of
+from horo_lite.torch.exchange import weight_in_backward
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -22,9 +23,10 @@ class SyncBatchNorm(_BatchNorm):
     have different numbers of samples, also none, and images of different sizes; all ranks together
     need at least two values per channel. Outputs, input gradients and running statistics are those
     of the whole batch; gradients of weight and bias are those of this rank's part of it, which the
-    optimizer combines like any others. In evaluation, it is a plain BatchNorm and exchanges
-    nothing, so one rank may evaluate alone: without running statistics, it normalizes by this
-    rank's samples, like torch.nn.SyncBatchNorm, while Horovod's uses those of all ranks.
+    optimizer combines like any others. With `optimizer.set_weight`, ranks count with their weights
+    in input gradients, too. In evaluation, it is a plain BatchNorm and exchanges nothing, so one
+    rank may evaluate alone: without running statistics, it normalizes by this rank's samples, like
+    torch.nn.SyncBatchNorm, while Horovod's uses those of all ranks.
 
     Input: `[samples, num_features, ...]`, 2-D to 5-D. Half-precision inputs are normalized in
     float32. The arguments are those of BatchNorm, and `process_set`, the ranks that take part.
@@ -121,6 +123,19 @@ class _Call:
         # Not by the progress thread, where it would wait for the gradients in flight.
         self.group.exchange([x], names=[what], label=f"{self.label}, {what}", op=Sum)
 
+    def weighted_sums(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sums over all ranks of gradients that an optimizer will weight later.
+
+        What this rank computes from them will be multiplied by its own weight, others by theirs.
+        """
+        weight = weight_in_backward(self.group)
+        if weight is None:
+            self.add_up(x, "gradients")
+            return x
+        x = x * weight
+        self.add_up(x, "weighted gradients")
+        return x / weight if weight else torch.zeros_like(x)
+
     def count(self) -> None:
         """Count this call. It is not called after an error, on any rank."""
         self._layers.n_seen = max(self._layers.n_seen, self._number)
@@ -215,8 +230,7 @@ class _Normalize(torch.autograd.Function):
         if weight is not None:
             d_weight, d_bias = sums.to(weight.dtype, copy=True)
         if ctx.needs_input_grad[0]:
-            ctx.call.add_up(sums, "gradients")
-            means = (sums / count).to(mean.dtype)
+            means = (ctx.call.weighted_sums(sums) / count).to(mean.dtype)
             slope = (-means[0] * invstd).view(shape)
             scale = invstd if weight is None else invstd * weight
             dx = torch.addcmul(dy.to(mean.dtype), x - mean.view(shape), slope)

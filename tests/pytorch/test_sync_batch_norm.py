@@ -454,16 +454,18 @@ def test_states_are_batch_norms() -> None:
     assert torch.load(file, weights_only=False).process_set is global_process_set
     sets = [ProcessSet([0, 3]), global_process_set]
     assert [copy.deepcopy(s) for s in sets] == sets
+    run_threads(1, lambda group: copy.deepcopy(SyncBatchNorm(3, process_set=group)))
     assert pickle.loads(pickle.dumps(sets[0])).ranks == [0, 3]
     assert repr(layer).startswith("SyncBatchNorm(3, eps=1e-05, momentum=0.1, affine=True")
 
 
 # Convolutions, SyncBatchNorm and an optimizer over real ranks, plain, compiled and within a process
-# set, against the same on the whole batch in this process. Ranks have parts of different sizes.
+# set, against the same on the whole batch in this process. Ranks have parts of different sizes, so
+# they add up parts of the whole batch's loss, or weight the means over their own samples.
 def train_as_on_one_process() -> None:
     hvd.init()
 
-    def train(norm, part, wrap, compiled=False):
+    def train(norm, part, wrap, compiled=False, weighted=False):
         torch.manual_seed(7)
         net = torch.nn.Sequential(
             torch.nn.Conv2d(2, 4, 3), norm(4), torch.nn.ReLU(), torch.nn.Conv2d(4, 3, 3), norm(3)
@@ -475,7 +477,10 @@ def train_as_on_one_process() -> None:
         for _ in range(4):
             x = torch.randn(7, 2, 8, 8, generator=generator, dtype=torch.float64) * 3 + 1
             opt.zero_grad()
-            (run(x[part]).sin().sum() / 7).backward()
+            y = run(x[part]).sin()
+            if weighted:
+                opt.set_weight(len(y))
+            (y.mean() if weighted else y.mean() * len(y) / 7).backward()
             opt.step()
         return net.state_dict()
 
@@ -493,6 +498,7 @@ def train_as_on_one_process() -> None:
     part = slice(*bounds[hvd.rank() : hvd.rank() + 2])
     for compiled in (False, True):
         compare(train(hvd.SyncBatchNorm, part, wrap(hvd.global_process_set), compiled))
+    compare(train(hvd.SyncBatchNorm, part, hvd.DistributedOptimizer, weighted=True))
 
     pair = hvd.add_process_set([0, hvd.size() - 1])
     if pair.included():
