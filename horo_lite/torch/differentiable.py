@@ -191,7 +191,9 @@ class _Broadcast(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         name, group, root = ctx.options
         (mean,) = _averaged(grads, name, group)
-        return mean if group.rank == root else torch.zeros_like(mean), None, None, None
+        if group.rank != root:  # in the graph, since second derivatives are collective
+            mean = mean.masked_fill(torch.ones((), dtype=torch.bool, device=mean.device), 0)
+        return mean, None, None, None
 
 
 class _Alltoall(torch.autograd.Function):

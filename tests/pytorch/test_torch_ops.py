@@ -493,12 +493,16 @@ def check_gradients(group: Group) -> None:
     i, n = group.rank, group.size
     for name, (call, formula) in GRADIENTS.items():
         x = tensor(i, shape=(5, 2)).requires_grad_()
-        y = call(x, {"process_set": group}, i, n)
+        k = {"process_set": group}
+        y = call(x, k, i, n)
         upstream = np.random.default_rng(100 * n + i).random(tuple(y.shape))
         y.backward(torch.from_numpy(upstream.copy()))
         everyone = ops.allgather_object((tuple(x.shape), upstream), group=group)
         expected = formula(i, n, [shape for shape, _ in everyone], [u for _, u in everyone])
         np.testing.assert_allclose(x.grad.numpy(), expected, rtol=1e-12, err_msg=name)
+        (grad,) = torch.autograd.grad(call(x, k, i, n).square().sum(), x, create_graph=True)
+        assert grad.requires_grad, name  # or this rank would not take part in what follows
+        grad.square().sum().backward()
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
