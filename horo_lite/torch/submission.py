@@ -116,13 +116,10 @@ def submit_reduction(
         if not isinstance(compression, OwnCompressor):
             compression = none_instead_of(compression, group)
     wire, sent, restored = compression.compressed(sources)
-    work = []
-    for source, x in zip(sources, sent, strict=True):
-        if x is not source:
-            x = x.clone() if x.data_ptr() == source.data_ptr() else x.contiguous()
-        elif not (in_place and _is_plain(source)):
-            x = _copy(source)
-        work.append(x)
+    work = [
+        x if in_place and x is source and _is_plain(source) else _copy(x)
+        for source, x in zip(sources, sent, strict=True)
+    ]
     with _value_errors():
         memory = group.memory(work, asynchronous=True)
         before = arguments.factor("prescale_factor", prescale_factor)
@@ -130,9 +127,14 @@ def submit_reduction(
         arithmetic.check(memory.tensors, op.value, before, after)
     name = name_of(group, kind, name)
     with submitting(group, kind, name):
-        call = (ReduceScatter if scatters else AllReduce)(
-            name, op, wire, prescale_factor, postscale_factor
-        )
+        how = op, wire, prescale_factor, postscale_factor
+        call: AllReduce
+        if not scatters:
+            call = AllReduce(name, *how)
+        elif wire is compression:
+            call = ReduceScatter(name, *how)
+        else:  # a user's decompress() may need all of what compress() returned
+            call = AllReduce(f"{kind} {name}", *how)
         part = group.submit(call, Part(memory), lambda _: work)
 
     def finish(_: list[Any]) -> Any:

@@ -779,7 +779,19 @@ class Halved(compression.Compressor):
         return (tensor * 2).to(ctx)
 
 
-@pytest.mark.parametrize("size", [1, 2])
+class WithoutFirst(compression.Compressor):
+    """Sends a view of the tensor that has another shape."""
+
+    @staticmethod
+    def compress(tensor: Any) -> tuple[Any, Any]:
+        return tensor.view(-1)[1:], tensor
+
+    @staticmethod
+    def decompress(tensor: Any, ctx: Any) -> Any:
+        return torch.cat([torch.zeros(1, dtype=ctx.dtype), tensor]).view(ctx.shape)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
 def test_compressors(size: int) -> None:
     for compressor, dtype in (
         (hvd.Compression.none, torch.float32),
@@ -800,6 +812,14 @@ def test_compressors(size: int) -> None:
         same(x, values(group.rank))
         hvd.allreduce_(x, op=hvd.Sum, compression=Halved, process_set=group)
         same(x, sum(values(r) for r in range(size)))
+        how = {"op": hvd.Sum, "compression": WithoutFirst, "process_set": group}
+        whole = sum(values(r) for r in range(size))
+        whole.reshape(-1)[0] = 0
+        x = tensor(group.rank)
+        same(hvd.allreduce(x, **how), whole)
+        same(x, values(group.rank))
+        same(hvd.reducescatter(x, **how), np.array_split(whole, size)[group.rank])
+        same(x, values(group.rank))
 
     run_threads(size, rank)
 
