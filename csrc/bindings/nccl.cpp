@@ -89,17 +89,13 @@ void bind_nccl(nb::module_& m) {
           "tensors"_a, "op"_a, "wire"_a, "prescale"_a, "scale"_a, "divisor"_a, "weight"_a = nb::none(), Unlocked())
       .def(
           "broadcast",
-          [](NcclGroup& group, const Tensors& tensors, int root) { group.broadcast(tensors.buffers(), root); },
-          "tensors"_a, "root"_a, Unlocked())
-      .def(
-          "allgather",
-          [](NcclGroup& group, const Tensors& send, ListOf<PyTensors> receive) {
-            const Buffer own = only(send.buffers());
-            const std::vector<Buffer> into = each(receive);
+          [](NcclGroup& group, ListOf<PyTensors> of_rank) {
+            std::vector<std::vector<Buffer>> buffers;
+            for (nb::handle one : of_rank) buffers.push_back(nb::cast<const Tensors&>(one).buffers());
             const WithoutGil release;
-            group.allgather(own, into);
+            group.broadcast(buffers);
           },
-          "send"_a, "receive"_a)
+          "of_rank"_a, "All ranks receive in of_rank[r] what rank r has there.")
       .def(
           "alltoall",
           [](NcclGroup& group, ListOf<PyTensors> send, ListOf<PyTensors> receive) {

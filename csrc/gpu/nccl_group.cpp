@@ -441,35 +441,21 @@ void NcclGroup::send(Bucket& bucket, double prescale, Factor factor, const doubl
   bucket.n_bytes = 0;
 }
 
-void NcclGroup::broadcast(const std::vector<Buffer>& buffers, int root) {
-  const std::lock_guard lock(mutex_);
-  begin();
-  const Device::Current current(device_, index_);
-  nccl_.GroupStart();
-  NcclResult result = kNcclSuccess;
-  for (const Buffer& buffer : buffers) {
-    if (buffer.n_bytes == 0 || result != kNcclSuccess || failed_) continue;
-    result = nccl_.Broadcast(buffer.data, buffer.data, buffer.n_bytes, kNcclUint8, root, comm_, queue_->stream());
-    if (result == kNcclInProgress) result = kNcclSuccess;
-  }
-  const NcclResult ended = nccl_.GroupEnd();
-  done(result != kNcclSuccess ? result : ended, "broadcast");
-}
-
-void NcclGroup::allgather(const Buffer& send, const std::vector<Buffer>& receive) {
+void NcclGroup::broadcast(const std::vector<std::vector<Buffer>>& of_rank) {
   const std::lock_guard lock(mutex_);
   begin();
   const Device::Current current(device_, index_);
   nccl_.GroupStart();
   NcclResult result = kNcclSuccess;
   for (int root = 0; root < size_; ++root) {
-    const Buffer& buffer = root == rank_ ? send : receive[root];
-    if (buffer.n_bytes == 0 || result != kNcclSuccess || failed_) continue;
-    result = nccl_.Broadcast(buffer.data, buffer.data, buffer.n_bytes, kNcclUint8, root, comm_, queue_->stream());
-    if (result == kNcclInProgress) result = kNcclSuccess;
+    for (const Buffer& buffer : of_rank[root]) {
+      if (buffer.n_bytes == 0 || result != kNcclSuccess || failed_) continue;
+      result = nccl_.Broadcast(buffer.data, buffer.data, buffer.n_bytes, kNcclUint8, root, comm_, queue_->stream());
+      if (result == kNcclInProgress) result = kNcclSuccess;
+    }
   }
   const NcclResult ended = nccl_.GroupEnd();
-  done(result != kNcclSuccess ? result : ended, "gather");
+  done(result != kNcclSuccess ? result : ended, "broadcast");
 }
 
 void NcclGroup::alltoall(const std::vector<Buffer>& send, const std::vector<Buffer>& receive) {

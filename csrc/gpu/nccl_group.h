@@ -56,9 +56,8 @@ class NcclGroup {
   // Reduces in place. With a `weight`, the divisor is the sum of all ranks' weights, which stays on the GPU.
   void allreduce(const std::vector<TensorRef>& tensors, Op op, Wire wire, double prescale, Factor factor,
                  std::optional<double> weight);
-  void broadcast(const std::vector<Buffer>& buffers, int root);
-  // receive[r] gets what rank r sends; this rank's own part is not touched.
-  void allgather(const Buffer& send, const std::vector<Buffer>& receive);
+  // All ranks receive in of_rank[r] what rank r has there.
+  void broadcast(const std::vector<std::vector<Buffer>>& of_rank);
   void alltoall(const std::vector<Buffer>& send, const std::vector<Buffer>& receive);
 
   // All ranks leave, when the GPU has done all work of the queue: those that come first wait for the others, but not

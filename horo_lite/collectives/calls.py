@@ -344,6 +344,46 @@ class Broadcast(Call[None]):
 
 
 @dataclass(frozen=True)
+class AllGatherInPlace(Call[None]):
+    """Copy each array, in place, from the rank that owns it to all ranks.
+
+    Attributes:
+        owners: The owner of each array, as a rank of the group.
+        names: The arrays' names, compared, and used in messages.
+    """
+
+    owners: Sequence[int] = ()
+    names: Sequence[str] = ()
+
+    kind = "allgather_"
+
+    @property
+    def tensor_names(self) -> Sequence[str]:
+        return self.names
+
+    def contract(self, part: Part) -> object:
+        return part.label, part.memory.tensors.signature, tuple(self.owners), tuple(self.names)
+
+    def describe(self, part: Part) -> str:
+        arrays = part.memory.describe(self.names)
+        owned = zip(arrays, self.owners, strict=True)
+        return "\n".join([part.label, *(f"{array} of rank {owner}" for array, owner in owned)])
+
+    def move(self, part: Part, transport: Transport, headers: Sequence[Header]) -> Finish[None]:
+        memory, owners = part.memory, self.owners
+        memory.begin()
+        n_rows = [memory.tensors.shape(i)[0] for i in range(len(owners))]
+        parts = [
+            memory.tensors.rows(
+                [(0, n if owner == rank else 0) for n, owner in zip(n_rows, owners, strict=True)]
+            )
+            for rank in range(transport.size)
+        ]
+        transport.allgather(parts[transport.rank], parts)
+        return memory.end
+
+
+@dataclass(frozen=True)
 class AllToAll(Call[tuple[Array, NDArray[np.int64]]]):
     """Send rows to each rank; return those received, in rank order, and how many from each."""
 

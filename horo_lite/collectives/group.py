@@ -91,6 +91,7 @@ class Group:
     Attributes:
         rank: This rank's number in the group, from 0 to size - 1.
         size: The number of ranks.
+        is_closed: Whether it can no longer be used, since its world has ended or it was freed.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class Group:
         self.kept: dict[object, Any] = {}
         """State that functions keep between calls, each under its own key."""
         self._pid = os.getpid()
-        self._closed = False
+        self.is_closed = False
         self._engine = transport.new_engine(explain)
 
     def __deepcopy__(self, memo: object) -> Group:
@@ -431,9 +432,9 @@ class Group:
 
     def close(self, reason: str = "its program ended") -> None:
         """Complete what all ranks have submitted, and leave the group for the given reason."""
-        if self._closed or os.getpid() != self._pid:
+        if self.is_closed or os.getpid() != self._pid:
             return
-        self._closed = True
+        self.is_closed = True
         was_given_up = self._own[0].members.given_up()
         try:
             try:
@@ -482,7 +483,7 @@ class Group:
                 f"process {os.getpid()} is a forked child of rank {self._number} (a data loader?), "
                 "and not a rank itself: call collectives only in the parent"
             )
-        if self._closed:
+        if self.is_closed:
             raise NotInitializedError(
                 "this group of ranks is closed, since its world was shut down, or the group was "
                 "freed or destroyed: use one that was created after that"

@@ -66,10 +66,11 @@ class NcclTransport(GpuTransport):
             self._staged.allreduce(tensors, reduction)
 
     def broadcast(self, tensors: _native.Tensors, root: int) -> None:
-        self.group.broadcast(tensors, root)
+        nothing = _native.Tensors([])
+        self.group.broadcast([tensors if r == root else nothing for r in range(self.size)])
 
     def allgather(self, send: _native.Tensors, receive: Sequence[_native.Tensors]) -> None:
-        self.group.allgather(send, list(receive))
+        self.group.broadcast([send if r == self.rank else x for r, x in enumerate(receive)])
 
     def alltoall(
         self,

@@ -29,6 +29,7 @@ from oracle import Array, bfloat16, rank_order_reference, same_bits, sample, who
 
 import horo_lite as hvd
 from horo_lite import Average, Compression, Max, Min, MismatchError, Product, Sum, ops
+from horo_lite.collectives.calls import AllGatherInPlace, Part
 from horo_lite.collectives.reductions import rows_of
 
 if TYPE_CHECKING:
@@ -501,6 +502,34 @@ def check_allgather(group: Group) -> None:
     assert same_bits(
         ops.allgather(x[::2, 1:], group=group), np.concatenate([y[::2, 1:] for y in inputs])
     )
+
+
+def check_allgather_in_place(group: Group) -> None:
+    """Arrays of any owner, none of some ranks, and larger than what is sent at once."""
+    size = group.size
+    for owners, lengths in [
+        ([r % size for r in range(2 * size + 1)], [5, 0, 300_001]),
+        ([size - 1, 0, size - 1], [1, 70_000, 3]),
+        ([0], [7]),
+    ]:
+        shapes = [(lengths[i % len(lengths)],) for i in range(len(owners))]
+        arrays, expected = [], []
+        for i, (owner, shape) in enumerate(zip(owners, shapes, strict=True)):
+            dtype = (np.float32, np.int8, np.float64)[i % 3]
+            mine, inputs = samples(group, shape, dtype, seed=i)
+            arrays.append(mine)
+            expected.append(inputs[owner])
+        names = [f"x{i}" for i in range(len(owners))]
+        group.run(
+            AllGatherInPlace("shares", owners, names), Part(group.memory(arrays), label="shares")
+        )
+        assert all(map(same_bits, arrays, expected))
+    if size > 1:
+        call = AllGatherInPlace("shares", [int(group.rank > 0)], ["w"])
+        part = Part(group.memory([np.zeros(2, np.float32)]), label="shares")
+        with pytest.raises(MismatchError, match=r"'w': float32\[2\] of rank 0.*of rank 1"):
+            group.run(call, part)
+        check_usable(group)
 
 
 def check_broadcast(group: Group) -> None:

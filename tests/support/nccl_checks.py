@@ -26,6 +26,7 @@ from stall_limits import limit_waits
 
 import horo_lite as hvd
 from horo_lite import _native, ops
+from horo_lite.collectives.calls import AllGatherInPlace, Part
 from horo_lite.collectives.group import Group
 from horo_lite.collectives.reductions import Average, Max, Min, Sum
 from horo_lite.errors import DeviceError
@@ -212,7 +213,7 @@ def splits() -> None:
         assert np.allclose(got, expected.sum(), rtol=1e-3), (k, got, expected.sum())
     y = on_gpu(np.full(7, world.rank))
     y.numpy()
-    second.broadcast(_native.Tensors([y], stream=-1), 0)
+    second.broadcast([_native.Tensors([y], stream=-1), *[_native.Tensors([])] * (n - 1)])
     queue.lead(fake_device.stream().handle)
     assert np.all(y.numpy() == n - 1)
     del part, second, whole
@@ -885,7 +886,7 @@ def keeps_nan() -> None:
 # All kinds of calls in random order.
 
 KINDS = ["direct", "direct_", "grouped", "compressed", "async", "async", "async_", "gather"]
-KINDS += ["broadcast", "scatter", "alltoall", "host", "host_async", "wait", "look"]
+KINDS += ["gather_", "broadcast", "scatter", "alltoall", "host", "host_async", "wait", "look"]
 
 
 def results_are_kept_for_late_readers(group: Group) -> None:
@@ -982,6 +983,13 @@ def sequences() -> None:
                 parts = [v[: (r + 1) * n // size] for r, v in enumerate(each)]
                 got = ops.allgather(on_gpu(parts[rank], dtype), group=group)
                 later(got, allgather_reference(parts), what)
+            elif kind == "gather_":
+                owners = [alike.randrange(size) for _ in range(alike.randrange(1, 5))]
+                xs = [on_gpu(each[rank], dtype) for _ in owners]
+                call = AllGatherInPlace(name, owners, [f"x{i}" for i in range(len(xs))])
+                group.run(call, Part(group.memory(xs)))
+                for x, owner in zip(xs, owners, strict=True):
+                    later(x, each[owner], what)
             elif kind == "broadcast":
                 root = alike.randrange(size)
                 later(ops.broadcast(on_gpu(each[rank], dtype), root, group=group), each[root], what)
