@@ -166,7 +166,9 @@ def learned(np: int, rows: str, names: list[str]) -> dict[str, list[float]]:
     [
         pytest.param(["any_framework"], id="numpy"),
         pytest.param(
-            ["clip", "accumulate", "mixed_precision", "uneven"], id="torch", marks=needs_torch
+            ["clip", "accumulate", "mixed_precision", "uneven", "shard_state"],
+            id="torch",
+            marks=needs_torch,
         ),
     ],
 )

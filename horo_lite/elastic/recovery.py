@@ -268,12 +268,16 @@ class _Run:
         if furthest.n_commits == 0:  # no rank has received the state of the first rank 0
             root = 0
             state.read_checkpoint()
-        if group.rank == root and not furthest.is_whole:
+        has_lost_shares = state.has_lost_shares()  # if so, on all former ranks
+        if not furthest.is_whole and (group.rank == root or has_lost_shares):
             state.restore()
-            _print(
-                "going back to the last commit: no rank has counted its last step (see "
-                "horo_lite.elastic.State)"
+        if group.rank == root and not furthest.is_whole:
+            why = (
+                "the optimizer's state was divided between the ranks (shard_state=True)"
+                if has_lost_shares
+                else "no rank has counted its last step (see horo_lite.elastic.State)"
             )
+            _print(f"going back to the last commit: {why}")
         state.on_reset()
         if furthest.n_commits == 0 or not state.is_alike():
             state.sync(root)

@@ -23,7 +23,7 @@ from horo_lite.collectives.arrays import gpu_of
 from horo_lite.elastic.sampler import Sampler
 from horo_lite.errors import CheckpointError
 from horo_lite.state.broadcast import is_writable
-from horo_lite.state.optimizer_state import OptimizerState, load_state_dict
+from horo_lite.state.optimizer_state import OptimizerState, load_state_dict, sharded_state
 from horo_lite.state.trees import NUMBERS, Tree, in_brackets, mapped, overwritten, repeats
 from horo_lite.state.wrapper import Wrapped, unwrapped, wrapped
 
@@ -31,7 +31,7 @@ from horo_lite.state.wrapper import Wrapped, unwrapped, wrapped
 class Progress(NamedTuple):
     """How far a rank has advanced; comparable, since ranks were in lockstep."""
 
-    is_whole: bool  # whether all steps have been counted
+    is_whole: bool  # whether all steps have been counted, and no optimizer's state is lost
     n_changes: int  # steps, assignments, records
     n_commits: int
 
@@ -165,7 +165,7 @@ class State:
         """
         group = context.world().group
         is_root = group.rank == root_rank
-        mine = (self.snapshot(), self.progress()) if is_root else None
+        mine = (self.snapshot(), self.progress()) if is_root or self._shares() else None
         received = ops.broadcast_object(mine, root_rank, group=group)
         assert received is not None
         content, progress = received
@@ -225,7 +225,17 @@ class State:
         """Return how far this rank has advanced since all were made equal."""
         counts = any(_is_counter(value) for value in self._things().values())
         n_changes = self._n_changes + self._n_steps() - self._n_steps_before
-        return Progress(not counts or n_changes == self._n_at_count, n_changes, self._n_commits)
+        is_whole = not self.has_lost_shares() and (not counts or n_changes == self._n_at_count)
+        return Progress(is_whole, n_changes, self._n_commits)
+
+    def has_lost_shares(self) -> bool:
+        """Return whether an optimizer's state was divided between ranks of an earlier world."""
+        return any(state.is_lost for state in self._shares())
+
+    def _shares(self) -> list[Any]:
+        """Return the states of optimizers that are divided between the ranks."""
+        found = map(sharded_state, _leaves(self._things()))
+        return [state for state in found if state is not None]
 
     # Attributes.
 

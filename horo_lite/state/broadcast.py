@@ -123,7 +123,8 @@ def broadcast_optimizer_state(
     state = OptimizerState(optimizer)
     state.check()
     is_root = group.rank == root_rank
-    received = ops.broadcast_object(state.read() if is_root else None, root_rank, group=group)
+    mine = state.read() if is_root or state.is_sharded else None
+    received = ops.broadcast_object(mine, root_rank, group=group)
     if not is_root:
         state.write(received)
 

@@ -16,6 +16,16 @@ from horo_lite.state.trees import NUMBERS, Tree, in_brackets, mapped, overwritte
 from horo_lite.state.wrapper import unwrapped
 
 
+def sharded_state(optimizer: Any) -> Any:
+    """Return an optimizer's state that is divided between ranks, or None.
+
+    Its `state_dict()` is then collective. The attribute `is_lost` says whether the ranks that had
+    the parts are no longer those of a world.
+    """
+    state = getattr(optimizer, "state", None)
+    return state if getattr(state, "is_sharded", False) else None
+
+
 class OptimizerState:
     """The state of `optimizer` (momenta, counts, options), which may be a DistributedOptimizer.
 
@@ -54,6 +64,11 @@ class OptimizerState:
                 + ". For a module, a state_dict() or arrays, use broadcast_parameters; if the "
                 "optimizer's methods have other names, see register_adapter"
             )
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether every rank has to `read` it."""
+        return sharded_state(self._inner) is not None
 
     def read(self) -> Any:
         """Return the state, in picklable form, for `write` on any rank."""

@@ -538,13 +538,19 @@ class GradientExchange:
                         "own gradients. Call synchronize() first"
                     )
                 self._check_hyperparameters()
-            result = step(*args, **kwargs)
+            result = self.take_step(step, args, kwargs)
         finally:
             self._is_stepping = False
             self._step.weight = None
         self.begin()
         self._stepped()
         return result
+
+    def take_step(
+        self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Update the parameters with averaged gradients."""
+        return step(*args, **kwargs)
 
     def _stepped(self) -> None:
         """Count a completed step, and compare the ranks' parameters if that is due."""

@@ -21,6 +21,7 @@ from horo_lite.horovod.reductions import named_op
 from horo_lite.state.wrapper import Sharing, check_unwrapped, sharing
 from horo_lite.torch.exchange import WEIGHT_COMES_FIRST, GradientExchange
 from horo_lite.torch.local_steps import LocalSteps
+from horo_lite.torch.sharded_state import ShardedUpdate
 from horo_lite.training.optimizer import takes_weight
 from horo_lite.training.options import Options
 
@@ -42,6 +43,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     gradient_as_bucket_view: bool = False,
     bucket_bytes: int | None = None,
     *,
+    shard_state: bool | str = False,
     group: Group | None = None,
     adasum_of: str = "steps",
 ) -> Any:
@@ -89,6 +91,11 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             they are reduced in place, with the same bits; see below.
         bucket_bytes: Size of the buckets for gradients that are in no group; by default
             HORO_LITE_BUCKET_BYTES, or 25 MiB.
+        shard_state: Keep on each rank the optimizer's state (momenta, variances) of a share of the
+            parameters only, and update only these there; see below. True for optimizers of
+            torch.optim except LBFGS; for others "elements" if the update of an element depends on
+            the gradients and state of no other one, as in Adam, or "parameters" if it depends on
+            those of no other parameter, as in Adafactor.
         group: Another name for `process_set`, as in `horo_lite.DistributedOptimizer`.
         adasum_of: What op=Adasum combines: "steps" or "gradients".
 
@@ -111,6 +118,17 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     warning if the system refuses the memory. Sparse gradients stay where they are. The memory
     replaces the gradients' own. zero_grad() does not release it: it is released with the optimizer
     and the gradients in it.
+
+    With shard_state=True, N ranks need 1/N of the memory for the optimizer's state each, and 1/N of
+    the time to update the parameters, and get the same bits. Gradients are averaged on all ranks
+    as without it, so clipping, GradScaler and hooks of step() need no change. In step(), the
+    optimizer updates this rank's share of the parameters, cut inside a parameter if it updates each
+    element independently; then all ranks receive all parameters, as many bytes as a broadcast. The
+    state is divided in the first step, which compares the ranks' parameters and state. After that
+    `optimizer.state` cannot be read, and every rank has to call `state_dict()`, which returns the
+    state of all ranks on all of them; `load_state_dict()` accepts it in a world of any size. An
+    optimizer of these cannot be copied or pickled, and takes no part in join(): a rank without
+    samples calls set_weight(0), backward() and step() like the others.
 
     If the ranks' batches are uneven, call `optimizer.set_weight(len(batch))` before backward(), on
     every rank or on none: the averages of this step are then over all samples. In other frameworks
@@ -166,6 +184,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         sparse_as_dense=sparse_as_dense,
         group=ranks_given(process_set, group),
         gradient_as_bucket_view=gradient_as_bucket_view,
+        shard_state=shard_state,
         adasum_of=adasum_of,
         takes_adasum=True,
     )
@@ -177,7 +196,11 @@ def _wrapped(
 ) -> Any:
     check_unwrapped(optimizer)
     named = None if named_parameters is None else list(named_parameters)
-    kind = LocalSteps if options.combines_steps else GradientExchange
+    kind = GradientExchange
+    if options.combines_steps:
+        kind = LocalSteps
+    elif options.shard_state:
+        kind = ShardedUpdate
     exchange = kind(optimizer, named, options)
     wrapped = sharing(optimizer, _DistributedOptimizer, _exchange=exchange)
     # The exchange ends with the wrapper, not with the optimizer.

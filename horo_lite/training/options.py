@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 class Options:
     """Options that must be the same on every rank.
 
-    The last seven are those of Horovod's APIs.
+    The last eight are those of PyTorch's API, most of them Horovod's.
 
     Attributes:
         op: Average or Sum; Adasum with `takes_adasum`.
@@ -51,6 +51,9 @@ class Options:
         groups: The same, or lists of parameters that travel together.
         sparse_as_dense: Whether sparse gradients are exchanged as dense ones.
         gradient_as_bucket_view: Whether gradients are in memory shared by the ranks of a host.
+        shard_state: Whether each rank has the optimizer's state of a share of the parameters only:
+            True if the optimizer is known, else "elements" or "parameters", what it updates
+            independently of each other.
         adasum_of: What op=Adasum combines: "steps" or "gradients".
         takes_adasum: Whether `op` may be Adasum.
     """
@@ -68,6 +71,7 @@ class Options:
     groups: int | Sequence[Sequence[Any]] | None = None
     sparse_as_dense: bool = False
     gradient_as_bucket_view: bool = False
+    shard_state: bool | str = False
     adasum_of: str = "steps"
     takes_adasum: bool = False
 
@@ -76,6 +80,16 @@ class Options:
         passes = checked_passes(self.backward_passes_per_step)
         object.__setattr__(self, "backward_passes_per_step", passes)
         check_reaction(self.on_drift)
+        if self.shard_state not in (False, True, "elements", "parameters"):
+            raise ValueError(
+                'shard_state must be True or False, or "elements" or "parameters" for an optimizer '
+                f"that horo_lite does not know, not {self.shard_state!r}"
+            )
+        if self.shard_state and self.combines_steps:
+            raise ValueError(
+                "op=Adasum combines steps that each rank takes with its own state, so that state "
+                'cannot be sharded: use adasum_of="gradients", or op=Average'
+            )
         if self.check_finite not in (None, "raise", "warn"):
             raise ValueError(
                 f'check_finite must be "raise", "warn" or None, not {self.check_finite!r}'
@@ -151,6 +165,7 @@ class Options:
             ("check_every", str(self.check_every)),
             ("on_drift", self.on_drift),
             ("gradient_as_bucket_view", str(bool(self.gradient_as_bucket_view))),
+            ("shard_state", str(self.shard_state)),
         ]
 
     def reducer(

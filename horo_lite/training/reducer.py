@@ -213,7 +213,7 @@ class Reducer:
         self.shared: SharedMemory | None = None  # gradients in it are reduced in place
         self.position = ""  # the owner's description of the next exchange, the same on every rank
         self._title = title
-        self._number = 0
+        self.number = 0  # of the optimizer, the same on every rank; 0 before its first step
         self._attempt = 1
         self._agreed: AgreedPlan | None = None
         self._place: int | None = None
@@ -247,7 +247,7 @@ class Reducer:
     def reset_counts(self) -> None:
         """Restart: ranks that had joined are back, and know neither the plan nor the numbers."""
         self._agreed = None
-        self._number = 0
+        self.number = 0
         self._attempt = 1
         if not self._step.handles:
             self._step = self._new_step()
@@ -274,7 +274,7 @@ class Reducer:
     @property
     def _what(self) -> str:
         """The optimizer, and which of its exchanges is the next."""
-        return f"{self._title or f'gradients of optimizer {self._number}'}{self.position}"
+        return f"{self._title or f'gradients of optimizer {self.number}'}{self.position}"
 
     @property
     def _label(self) -> str:
@@ -566,10 +566,10 @@ class Reducer:
     def _offer(
         self, plan: Plan, note: Any = "", numbers: Hyperparameters = (), failure: str = ""
     ) -> Offer:
-        if not (self._title or self._number):
+        if not (self._title or self.number):
             if _Numbers not in self.group.kept:
                 self.group.kept[_Numbers] = _Numbers(self.group)
-            self._number = next(self.group.kept[_Numbers])
+            self.number = next(self.group.kept[_Numbers])
         return Offer(
             plan,
             None if self._agreed is None else self._agreed.plan,

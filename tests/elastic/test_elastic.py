@@ -640,6 +640,70 @@ def test_an_exception_of_all_is_the_jobs_end() -> None:
     assert "ENDS" not in result.stdout
 
 
+SHARDED = """
+import copy, os, signal
+import torch
+import horo_lite.torch as hvd
+from horo_lite.torch import elastic
+
+hvd.init()
+me = hvd.rank()
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Linear(30, 70), torch.nn.Tanh(), torch.nn.Linear(70, 3))
+alone = copy.deepcopy(net)
+own = torch.optim.Adam(net.parameters(), lr=0.01)
+optimizer = hvd.DistributedOptimizer(own, shard_state=True)
+seen = []
+
+def step(net, optimizer, batch):
+    x = torch.randn(8, 30, generator=torch.Generator().manual_seed(batch))
+    optimizer.zero_grad()
+    net(x).square().mean().backward()
+    optimizer.step()
+
+if TRAINED:  # so that the state is divided when it is first saved, and sent
+    step(net, optimizer, 99)
+state = elastic.TorchState(net, optimizer, batch=0)
+
+@elastic.run
+def train(state):
+    while state.batch < 12:
+        if (me, state.batch) in DEATHS:
+            os.kill(os.getpid(), signal.SIGKILL)
+        seen.append(state.batch)
+        step(net, optimizer, state.batch)
+        state.batch += 1
+        if state.batch % 3 == 0:
+            state.commit()
+
+train(state)
+expected = torch.optim.Adam(alone.parameters(), lr=0.01)
+for batch in [99] * TRAINED + list(range(12)):
+    step(alone, expected, batch)
+for p, q in zip(net.parameters(), alone.parameters(), strict=True):
+    torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
+print("ENDS", me, hvd.size(), seen, flush=True)
+"""
+
+
+@pytest.mark.launches
+@needs_ulfm
+@pytest.mark.parametrize("trained", [0, 1])
+def test_the_lost_part_of_an_optimizers_state_comes_from_the_last_commit(trained: int) -> None:
+    pytest.importorskip("torch")
+    deaths = "[(2, 5)]" if trained else "[(1, 1), (2, 8)]"
+    script = SHARDED.replace("TRAINED", str(trained)).replace("DEATHS", deaths)
+    result = run_ranks(script, 3, options=FT, timeout_s=60).check()
+    ends = sorted(line for line in result.stdout.splitlines() if "ENDS" in line)
+    if trained:
+        seen = [*range(6), *range(3, 12)]
+        assert ends == [f"ENDS 0 2 {seen}", f"ENDS 1 2 {seen}"]
+    else:  # at first to the beginning, which sync() has saved
+        seen = [0, 1, *range(9), *range(6, 12)]
+        assert ends == [f"ENDS 0 1 {seen}"]
+    assert "divided between the ranks (shard_state=True)" in result.stderr
+
+
 ENDS_BADLY = """
 import os, signal, sys, time
 import horo_lite as hvd

@@ -1,0 +1,396 @@
+"""shard_state=True: each rank has the optimizer's state of its share of the parameters only.
+
+Gradients are averaged on all ranks, as without it. In step(), the optimizer sees the parameters
+that this rank owns: for the duration of the call, its `param_groups` and `state` are replaced. What
+it changes is then copied to all ranks. Parameters are cut, so that the shares are equal, if the
+optimizer updates each element independently; the pieces are views of the parameters' memory.
+
+Between steps the optimizer's `param_groups` are the user's. Its `state` is either whole, as before
+the first step and after load_state_dict(), or a `ShardedState`. step() divides a whole one between
+the ranks, and state_dict() makes it whole again on all of them, until the next step.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from operator import is_
+from typing import Any, NoReturn
+
+import torch
+
+from horo_lite.adapters.object import is_array
+from horo_lite.collectives.calls import AllGatherInPlace, Compare, Part
+from horo_lite.collectives.group import Group
+from horo_lite.ops import allgather_object
+from horo_lite.state import drift
+from horo_lite.state.optimizer_state import in_host_memory
+from horo_lite.state.trees import NUMBERS, Tree, in_brackets, mapped
+from horo_lite.torch.exchange import GradientExchange
+from horo_lite.torch.slots import is_sparse
+from horo_lite.training.gradient_memory import tensors_of
+from horo_lite.training.options import Options
+from horo_lite.training.sharding import Piece, divide
+
+_ELEMENTS = "elements"
+_PARAMETERS = "parameters"
+_INDEPENDENT = {
+    **dict.fromkeys(
+        ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop",
+         "Rprop", "SGD"),
+        _ELEMENTS,
+    ),
+    **dict.fromkeys(("Adafactor", "Muon", "SparseAdam"), _PARAMETERS),
+}  # fmt: skip
+"""What torch's optimizers update independently of each other."""
+
+
+class ShardedState(defaultdict[Any, Any]):
+    """The `state` of an optimizer while it is sharded: it is empty, and says so to its readers."""
+
+    is_sharded = True
+
+    def __init__(self, group: Group, parameters: Sequence[Any], pieces: Sequence[Piece]) -> None:
+        super().__init__()
+        self.group = group
+        self.parameters = parameters
+        self.pieces = pieces
+        self.mine = [piece for piece in pieces if piece.owner == group.rank]
+        self.own: defaultdict[Any, Any] = defaultdict(dict)
+        """The state of this rank's pieces, by the tensor that the optimizer sees."""
+        self.tensors: list[Any] = []
+        """Of each of this rank's pieces: the parameter itself, or a view of a part of it."""
+        self.views: list[Any] = []
+        """Of each piece: a view in one dimension."""
+        self.addresses: list[int] = []
+        """Of each parameter, where the views are."""
+        self.layouts = [_layout(parameter) for parameter in parameters]
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the ranks that have the parts are no longer the ranks of a world."""
+        return self.group.is_closed
+
+    def __missing__(self, key: Any) -> NoReturn:
+        raise RuntimeError(
+            "the optimizer's state is sharded (shard_state=True): this rank has that of its share "
+            "of the parameters only. Call state_dict() on every rank, which returns all of it, and "
+            "change it by load_state_dict()"
+        )
+
+    def __setitem__(self, key: Any, value: Any) -> NoReturn:
+        self.__missing__(key)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise RuntimeError(
+            "an optimizer with shard_state=True cannot be copied or pickled after its first step, "
+            "since this rank has a share of its state only: copy or save what its state_dict() "
+            "returns, which every rank must call"
+        )
+
+    def piece_of(self, piece: Piece) -> Any:
+        """Return what the optimizer sees of a piece."""
+        parameter = self.parameters[piece.parameter]
+        if piece.stop - piece.start == parameter.numel():
+            return parameter
+        return _flat(parameter)[piece.start : piece.stop]
+
+    def follow_parameters(self) -> None:
+        """Make the views those of the parameters' current memory."""
+        addresses = [parameter.data_ptr() for parameter in self.parameters]
+        if addresses == self.addresses:
+            return
+        self.addresses = addresses
+        flat = [_flat(parameter) for parameter in self.parameters]
+        self.views = [flat[p.parameter][p.start : p.stop] for p in self.pieces]
+        for piece, tensor in zip(self.mine, self.tensors, strict=True):
+            if tensor is not self.parameters[piece.parameter]:
+                tensor.data = self.piece_of(piece)
+
+
+class ShardedUpdate(GradientExchange):
+    """Averages gradients, and updates on each rank only its share of the parameters."""
+
+    def __init__(
+        self, optimizer: Any, named: list[tuple[str, Any]] | None, options: Options
+    ) -> None:
+        self._independent = _what_is_independent(optimizer, options.shard_state)
+        bare = type(optimizer).step
+        if getattr(bare, "hooked", False):
+            bare = bare.__wrapped__
+        own = weakref.ref(self)
+
+        def update(wrapped: Any, *args: Any, **kwargs: Any) -> Any:
+            exchange = own()
+            assert exchange is not None
+            return exchange._update(bare, wrapped, args, kwargs)
+
+        # The hooks of step() see the parameters, all of them updated, and not this rank's pieces.
+        self._update_with_hooks = torch.optim.Optimizer.profile_hook_step(update)
+        super().__init__(optimizer, named, options)
+
+        def collect(_: Any) -> None:
+            exchange = own()
+            if exchange is not None:
+                exchange.collect()
+
+        optimizer.register_state_dict_pre_hook(collect)
+
+    # A step.
+
+    def take_step(self, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._update_with_hooks(step.__self__, *args, **kwargs)
+
+    def _update(
+        self, step: Callable[..., Any], optimizer: Any, args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """Update this rank's share of the parameters, and receive the others'."""
+        loss = None
+        closure = next(filter(callable, (*args[:1], kwargs.get("closure"))), None)
+        if closure is not None:
+            # Called here, since it may use the optimizer as the user knows it.
+            with torch.enable_grad():
+                loss = closure()
+            args = args[1:] if args and args[0] is closure else args
+            kwargs = {name: value for name, value in kwargs.items() if name != "closure"}
+        state = self._shard()
+        state.follow_parameters()
+        with self._within_share(state):
+            result = step(optimizer, *args, **kwargs)
+        self._receive(state)
+        return result if closure is None else loss
+
+    @contextmanager
+    def _within_share(self, state: ShardedState) -> Iterator[None]:
+        """Let the optimizer see this rank's share, its gradients and state, inside the block."""
+        attributes, parameters = self._attributes, state.parameters
+        groups = attributes["param_groups"]
+        of_group: dict[int, list[Any]] = {}
+        place = {id(p): g for g, group in enumerate(groups) for p in group["params"]}
+        pieces = []
+        for piece, tensor in zip(state.mine, state.tensors, strict=True):
+            parameter = parameters[piece.parameter]
+            of_group.setdefault(place[id(parameter)], []).append(tensor)
+            if tensor is not parameter:
+                pieces.append(tensor)
+                gradient = parameter.grad
+                if is_sparse(gradient):
+                    raise RuntimeError(
+                        f"the gradient of {self.slots[piece.parameter].name!r} is sparse, and was "
+                        "dense when shard_state=True divided the parameter between ranks: use "
+                        "sparse_as_dense=True and a dense optimizer, or sparse gradients always"
+                    )
+                if gradient is not None:
+                    gradient = gradient.detach().reshape(-1)[piece.start : piece.stop]
+                tensor.grad = gradient
+        shares = [{**group, "params": of_group.get(g, [])} for g, group in enumerate(groups)]
+        attributes["param_groups"], attributes["state"] = shares, state.own
+        try:
+            yield
+        finally:
+            attributes["param_groups"], attributes["state"] = groups, state
+            for group, share in zip(groups, shares, strict=True):  # some write into their options
+                group.update({key: x for key, x in share.items() if key != "params"})
+            for tensor in pieces:
+                tensor.grad = None
+
+    def _receive(self, state: ShardedState) -> None:
+        """Give all ranks the parameters that their owners have updated."""
+        has_gradient = [parameter.grad is not None for parameter in state.parameters]
+        sent = [i for i, piece in enumerate(state.pieces) if has_gradient[piece.parameter]]
+        if not sent:
+            return
+        pieces = [state.pieces[i] for i in sent]
+        names = [self.slots[piece.parameter].name for piece in pieces]
+        label = f"parameters of optimizer {self.reducer.number}{self.reducer.position}"
+        call = AllGatherInPlace(label, [piece.owner for piece in pieces], names)
+        part = Part(self._group.memory([state.views[i] for i in sent]), label=label)
+        self._group.run(call, part)
+        for parameter, has in zip(state.parameters, has_gradient, strict=True):
+            if has:  # perhaps saved for a backward(), and overwritten
+                torch.autograd.graph.increment_version(parameter)
+
+    @property
+    def _group(self) -> Group:
+        assert self.group is not None
+        return self.group
+
+    # Dividing and collecting the state.
+
+    def _shard(self) -> ShardedState:
+        """Return the sharded state, after dividing it if it is whole. Collective in that case."""
+        state = self._attributes["state"]
+        parameters = [slot.parameter for slot in self.slots]
+        if isinstance(state, ShardedState):
+            owned = {piece.parameter for piece in state.pieces}
+            if (
+                len(parameters) == len(state.parameters)
+                and all(map(is_, parameters, state.parameters))
+                and all(i in owned or p.grad is None for i, p in enumerate(parameters))
+                and [_layout(p) for p in parameters] == state.layouts
+            ):
+                self._check_not_lost(state)
+                return state
+            self.collect()
+            state = self._attributes["state"]
+        self._check_shardable()
+        has_state = [bool(state.get(p)) for p in parameters]
+        takes_part = [
+            p.requires_grad or p.grad is not None or has
+            for p, has in zip(parameters, has_state, strict=True)
+        ]
+        may_cut = [
+            self._independent == _ELEMENTS and p.is_contiguous() and not is_sparse(p.grad)
+            for p in parameters
+        ]
+        chosen = [i for i, takes in enumerate(takes_part) if takes]
+        pieces = [
+            piece._replace(parameter=chosen[piece.parameter])
+            for piece in divide(
+                [parameters[i].numel() for i in chosen],
+                [may_cut[i] for i in chosen],
+                self._group.size,
+            )
+        ]
+        self._compare(pieces)
+        sharded = ShardedState(self._group, parameters, pieces)
+        for piece in sharded.mine:
+            tensor, parameter = sharded.piece_of(piece), parameters[piece.parameter]
+            sharded.tensors.append(tensor)
+            if parameter in state:
+                sharded.own[tensor] = _cut(state[parameter], parameter, piece)
+        known = set(map(id, parameters))
+        sharded.own.update({key: x for key, x in state.items() if id(key) not in known})
+        self._attributes["state"] = sharded
+        return sharded
+
+    def _compare(self, pieces: Sequence[Piece]) -> None:
+        """Raise on every rank unless all have the same parameters and state, dealt in one way."""
+        names = [slot.name for slot in self.slots]
+        label = f"division of the state of optimizer {self.reducer.number}"
+        dealt = [
+            f"{names[i]!r}, elements {start} to {stop}, strides {self.slots[i].parameter.stride()}:"
+            f" rank {owner}"
+            for i, start, stop, owner in pieces
+        ]
+        text = "\n".join([label, f"{self._base.__name__} by {self._independent}", *dealt])
+        self._group.run(Compare(label, text), Part())
+        state = {slot.name: self._attributes["state"].get(slot.parameter) for slot in self.slots}
+        leaves = Tree(state, join=in_brackets).named
+        named = [(slot.name, slot.parameter) for slot in self.slots]
+        named += [(name, x) for name, x in leaves if isinstance(x, NUMBERS) or is_array(x)]
+        drift.compare(named, group=self._group, on_drift="raise")
+
+    def _check_shardable(self) -> None:
+        """Raise ValueError for parameters that cannot be dealt to ranks."""
+        for slot in self.slots:
+            if slot.parameter.numel() and not _is_dense(slot.parameter):
+                raise ValueError(
+                    f"shard_state=True needs parameters without gaps in memory, but {slot.name!r} "
+                    f"has strides {slot.parameter.stride()} for {list(slot.parameter.shape)}: "
+                    "create it from a contiguous tensor"
+                )
+        filled = [slot for slot in self.slots if slot.parameter.numel()]
+        for i, k, *_ in tensors_of([_flat(slot.parameter) for slot in filled]).overlaps():
+            raise ValueError(
+                f"shard_state=True needs parameters that share no memory, but {filled[i].name!r} "
+                f"and {filled[k].name!r} do: use one parameter in both places"
+            )
+
+    def _check_not_lost(self, state: ShardedState) -> None:
+        if state.is_lost or state.group is not self.group:
+            raise RuntimeError(
+                "the ranks have changed since the optimizer's state was divided between them "
+                "(shard_state=True), so parts of it are lost: load a state_dict() that was "
+                "collected before, on every rank, and continue from there"
+            )
+
+    def collect(self) -> None:
+        """Make a sharded state whole, in host memory. Collective in that case."""
+        state = self._attributes["state"]
+        if not isinstance(state, ShardedState):
+            return
+        self._check_not_lost(state)
+        pairs = zip(state.mine, state.tensors, strict=True)
+        mine = {piece: in_host_memory(state.own[t]) for piece, t in pairs if t in state.own}
+        label = f"state_dict() of optimizer {self.reducer.number}, with shard_state=True"
+        everyone = allgather_object(mine, name=label, group=self._group)
+        of_piece = dict(chain.from_iterable(rank.items() for rank in everyone))
+        of_parameter: dict[int, list[Any]] = {}
+        for piece in sorted(of_piece):
+            of_parameter.setdefault(piece.parameter, []).append(of_piece[piece])
+        whole: defaultdict[Any, Any] = defaultdict(dict)
+        for i, parts in of_parameter.items():
+            whole[state.parameters[i]] = _joined(parts, state.parameters[i])
+        known = set(map(id, state.tensors))
+        whole.update({key: x for key, x in state.own.items() if id(key) not in known})
+        self._attributes["state"] = whole
+
+
+def _what_is_independent(optimizer: Any, given: bool | str) -> str:
+    """Return what the optimizer updates independently: elements, or parameters."""
+    kind = type(optimizer)
+    if isinstance(given, str):
+        return given
+    known = _INDEPENDENT.get(kind.__name__)
+    if known is None or getattr(torch.optim, kind.__name__, None) is not kind:
+        raise ValueError(
+            f"shard_state=True: {kind.__name__} is not an optimizer of which horo_lite knows what "
+            'it updates independently. Pass shard_state="elements" if the update of each element '
+            "depends on the gradients and state of no other element, as in Adam, or "
+            '"parameters" if it depends on those of no other parameter, as in Adafactor. An '
+            "optimizer that combines all parameters, such as LBFGS, cannot be sharded"
+        )
+    return known
+
+
+def _is_dense(tensor: Any) -> bool:
+    """Return whether the elements are next to each other in memory, in any order of dimensions."""
+    n_elements = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != n_elements:
+            return False
+        n_elements *= size
+    return True
+
+
+def _layout(parameter: Any) -> tuple[Any, ...]:
+    return parameter.shape, parameter.stride()
+
+
+def _flat(parameter: Any) -> Any:
+    """Return a view of a parameter without gaps, in one dimension, in memory order."""
+    detached = parameter.detach()
+    return detached.as_strided((detached.numel(),), (1,))
+
+
+def _cut(state: Any, parameter: Any, piece: Piece) -> Any:
+    """Return a copy of the part of a parameter's state that belongs to a piece, on its device."""
+    is_whole = piece.stop - piece.start == parameter.numel()
+
+    def cut(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        if x.dim() == 0:
+            return x.clone()  # where it is: step counts are on the host, unless they are captured
+        if not is_whole and x.shape == parameter.shape:
+            x = x.reshape(-1)[piece.start : piece.stop]
+        return x.to(parameter.device, copy=True)
+
+    return mapped(state, cut)
+
+
+def _joined(parts: Sequence[Any], parameter: Any) -> Any:
+    """Return the state of a parameter, of which these are the states of its pieces, in order."""
+    first = parts[0]
+    if isinstance(first, dict):
+        return {key: _joined([part[key] for part in parts], parameter) for key in first}
+    if isinstance(first, (list, tuple)):
+        return type(first)(_joined(each, parameter) for each in zip(*parts, strict=True))
+    is_cut = len(parts) > 1 and isinstance(first, torch.Tensor) and first.dim() == 1
+    if not is_cut or sum(part.numel() for part in parts) != parameter.numel():
+        return first
+    return torch.cat(list(parts)).reshape(parameter.shape)

@@ -1,0 +1,604 @@
+"""shard_state=True: the same bits as with all of the state on every rank, and a share on each."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import io
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from launch import RanksFailedError, run_threads
+from worlds import on_ranks
+
+torch = pytest.importorskip("torch")
+
+import test_torch_optimizer as ordinary  # noqa: E402
+from test_torch_optimizer import fails_alike, small_buckets, watched  # noqa: E402, F401
+
+import horo_lite.torch as hvd  # noqa: E402
+from horo_lite.collectives.group import Group  # noqa: E402
+from horo_lite.errors import DriftError, MismatchError, PeerLostError  # noqa: E402
+from horo_lite.horovod.reductions import Adasum  # noqa: E402
+from horo_lite.torch.optimizer import DistributedOptimizer  # noqa: E402
+from horo_lite.torch.sharded_state import ShardedState  # noqa: E402
+
+nn = torch.nn
+optim = torch.optim
+
+KINDS: dict[str, Callable[[Any], Any]] = {
+    "SGD": lambda p: optim.SGD(p, lr=0.1),
+    "momentum": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "momentum, fused": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "Adam": lambda p: optim.Adam(p, lr=0.01, amsgrad=True, weight_decay=0.1),
+    "Adam, not foreach": lambda p: optim.Adam(p, lr=0.01, foreach=False),
+    "AdamW": lambda p: optim.AdamW(p, lr=0.01, foreach=True),
+    "AdamW, fused": lambda p: optim.AdamW(p, lr=0.01, fused=True),
+    "Adagrad, fused": lambda p: optim.Adagrad(p, lr=0.1, fused=True),
+    "RMSprop": lambda p: optim.RMSprop(p, lr=0.01, momentum=0.9, centered=True),
+    **{
+        name: lambda p, name=name: getattr(optim, name)(p, lr=0.01)  # type: ignore[misc]
+        for name in ("ASGD", "Adadelta", "Adagrad", "Adamax", "NAdam", "RAdam", "Rprop")
+    },
+    "Adafactor": lambda p: optim.Adafactor(p, lr=0.01),
+}
+if hasattr(optim, "Muon"):
+    KINDS["Muon"] = lambda p: optim.Muon([x for x in p if x.dim() == 2], lr=0.01)
+
+
+def network(seed: int = 0, dtype: Any = torch.float32) -> Any:
+    """Return a network of which every number of ranks cuts the largest parameters."""
+    net = nn.Sequential(
+        nn.Linear(20, 70), nn.Tanh(), nn.Linear(70, 33), nn.Tanh(), nn.Linear(33, 3)
+    ).to(dtype)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in net.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator) * 0.3)
+    return net
+
+
+def backward(net: Any, step: int, rank: int) -> Any:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    x = torch.randn((6, 20), generator=generator).to(net[0].weight.dtype)
+    loss = nn.functional.cross_entropy(net(x), torch.randint(0, 3, (6,), generator=generator))
+    loss.backward()
+    return loss
+
+
+def wrap(optimizer: Any, group: Group, **options: Any) -> Any:
+    return DistributedOptimizer(optimizer, process_set=group, shard_state=True, **options)
+
+
+def train(net: Any, optimizer: Any, rank: int, steps: range = range(5)) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        backward(net, step, rank)
+        optimizer.step()
+
+
+def trained(
+    group: Group, make: Callable[[Any], Any], shard: bool | str = True, steps: range = range(5)
+) -> tuple[Any, Any]:
+    net = network()
+    optimizer = DistributedOptimizer(make(net.parameters()), process_set=group, shard_state=shard)
+    train(net, optimizer, group.rank, steps)
+    return net, optimizer
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+def assert_same_bits(a: Any, b: Any) -> None:
+    assert same([p.detach() for p in a.parameters()], [p.detach() for p in b.parameters()])
+
+
+def n_elements_of_state(optimizer: Any) -> int:
+    tensors = (x for own in optimizer.state.own.values() for x in own.values())
+    return sum(x.numel() for x in tensors if isinstance(x, torch.Tensor) and x.dim())
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_bits_are_those_of_the_whole_state_and_each_rank_has_a_share(
+    kind: str, size: int
+) -> None:
+    def rank(group: Group) -> Any:
+        net, optimizer = trained(group, KINDS[kind])
+        return net, n_elements_of_state(optimizer), copy.deepcopy(optimizer.state_dict())
+
+    ordinary = run_threads(size, lambda group: trained(group, KINDS[kind], shard=False))
+    sharded = run_threads(size, rank)
+    expected = ordinary[0][1].state_dict()
+    n_elements = [
+        sum(x.numel() for x in own.values() if isinstance(x, torch.Tensor) and x.dim())
+        for own in expected["state"].values()
+    ]
+    assert sum(n for _, n, _ in sharded) == sum(n_elements)
+    if kind not in ("Adafactor", "Muon"):
+        assert max(n for _, n, _ in sharded) <= sum(n_elements) / size * 1.2
+    for net, _, state in sharded:
+        assert_same_bits(net, ordinary[0][0])
+        assert same(state, expected)
+
+
+@pytest.mark.served
+@pytest.mark.parametrize("kind", ["momentum", "AdamW, fused"])
+@pytest.mark.parametrize("hosts", ["", "2,1"])
+def test_between_processes_and_hosts(kind: str, hosts: str) -> None:
+    fresh, resumed = on_ranks(_trained_in_a_world, 3, kind, hosts=hosts)[0]
+    assert fresh
+    assert resumed
+
+
+def _trained_in_a_world(kind: str) -> tuple[bool, bool]:
+    group = hvd.init().group
+    net, _ = trained(group, KINDS[kind], shard=False, steps=range(6))
+    sharded, optimizer = trained(group, KINDS[kind])
+    state, weights = optimizer.state_dict(), copy.deepcopy(sharded.state_dict())
+    train(sharded, optimizer, group.rank, range(5, 6))
+    # In a job that starts from what rank 0 has saved:
+    other = network(seed=group.rank)
+    another = wrap(KINDS[kind](other.parameters()), group)
+    if group.rank == 0:
+        other.load_state_dict(weights)
+        another.load_state_dict(state)
+    hvd.broadcast_parameters(other.state_dict())
+    hvd.broadcast_optimizer_state(another, 0)
+    train(other, another, group.rank, range(5, 6))
+    found = [all(map(torch.equal, net.parameters(), x.parameters())) for x in (sharded, other)]
+    every = hvd.allgather_object(found)
+    return all(a for a, _ in every), all(b for _, b in every)
+
+
+def test_state_goes_from_one_number_of_ranks_to_another() -> None:
+    def first(group: Group) -> Any:
+        net, optimizer = trained(group, KINDS["Adam"])
+        file = io.BytesIO()
+        torch.save([net.state_dict(), optimizer.state_dict()], file)
+        return file.getvalue()
+
+    saved = run_threads(3, first)
+    assert len(set(saved)) == 1
+
+    def second(group: Group, shard: bool) -> Any:
+        net = network()
+        optimizer = DistributedOptimizer(
+            KINDS["Adam"](net.parameters()), process_set=group, shard_state=shard
+        )
+        weights, state = torch.load(io.BytesIO(saved[0]))
+        net.load_state_dict(weights)
+        optimizer.load_state_dict(state)
+        train(net, optimizer, group.rank, range(5, 8))
+        return net
+
+    for size in (1, 2, 4):
+        expected = run_threads(size, lambda group: second(group, shard=False))
+        for net in run_threads(size, lambda group: second(group, shard=True)):
+            assert_same_bits(net, expected[0])
+
+
+# Properties of the ordinary optimizer hold here, too.
+
+SAME: dict[str, Callable[[Any], None]] = {
+    f"{kind}, {size} ranks": lambda _, kind=kind, size=size: (  # type: ignore[misc]
+        ordinary.test_shards_give_what_one_process_gives_on_the_whole(kind, size, 2)
+    )
+    for kind, size in [("sgd", 3), ("adam", 2), ("adamw", 3), ("clip", 3), ("scaler", 2)]
+} | {
+    "overlap": ordinary.test_buckets_leave_before_backward_ends_and_all_is_there_when_it_returns,
+    "flush": lambda _: (
+        ordinary.test_fewer_passes_are_flushed_and_the_model_may_zero_its_gradients()
+    ),
+    "graphs": lambda _: ordinary.test_retained_graphs_second_derivatives_and_other_threads(),
+    "untouched": lambda group: ordinary.test_only_what_was_touched_takes_part(True, group),
+    "untouched zeros": lambda group: ordinary.test_only_what_was_touched_takes_part(False, group),
+    "some ranks": lambda _: ordinary.test_touched_on_some_ranks_only(),
+    "two losses": lambda _: ordinary.test_losses_with_passes_of_their_own(),
+    "several": lambda _: ordinary.test_several_optimizers_on_one_model(),
+    "added later": lambda _: ordinary.test_parameters_added_later_unfrozen_and_shared(),
+    "by hand": lambda _: ordinary.test_gradients_assigned_by_hand_are_exchanged_by_step(),
+    "sparse": lambda _: ordinary.test_sparse_embeddings(False),
+    "sparse as dense": lambda _: ordinary.test_sparse_embeddings(True),
+    "overflow": lambda _: ordinary.test_all_ranks_skip_the_step_that_overflows_on_one(),
+    "broken pass": lambda _: ordinary.test_a_pass_that_breaks_off_leaves_nothing_behind(),
+    "error": lambda _: ordinary.test_an_error_in_one_optimizer_leaves_the_others_usable(),
+}
+
+
+@pytest.mark.parametrize("promise", SAME)
+def test_keeps_the_ordinary_optimizers_promises(
+    promise: str,
+    watched: Any,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    states: list[Any] = []
+    init = ShardedState.__init__
+
+    def noted(state: ShardedState, *args: Any) -> None:
+        states.append(state)
+        init(state, *args)
+
+    monkeypatch.setattr(ShardedState, "__init__", noted)
+    sharded = functools.partial(DistributedOptimizer, shard_state=True)
+    monkeypatch.setattr(ordinary, "DistributedOptimizer", sharded)
+    SAME[promise](watched)
+    assert states
+
+
+def test_parameters_that_move_freeze_and_are_added() -> None:
+    def rank(group: Group, shard: bool) -> Any:
+        net, extra = network(), nn.Parameter(torch.linspace(-1, 1, 700))
+        net[2].weight.requires_grad_(False)
+        make = functools.partial(optim.Adam, lr=0.01)
+        optimizer = DistributedOptimizer(
+            make(net.parameters()), process_set=group, shard_state=shard
+        )
+        for step in range(12):
+            if step == 2:
+                net[2].weight.requires_grad_(True)
+            if step == 4:
+                optimizer.add_param_group({"params": [extra], "lr": 0.1})
+            if step == 6:
+                net[0].weight.data = net[0].weight.detach().clone()
+                net[4].bias.requires_grad_(False)
+            if step == 8:
+                net.to(torch.float64).to(torch.float32)
+                net[2].weight.data = net[2].weight.detach().t().contiguous().t()
+                net[0].weight.data.mul_(0.5)
+                net[4].bias.requires_grad_(True)
+            if step == 10:
+                net[2].weight.data = net[2].weight.detach().contiguous()
+                optimizer.param_groups[0]["lr"] = 0.5
+            optimizer.zero_grad()
+            backward(net, step, group.rank)
+            if step >= 4:
+                (extra * extra).sum().backward()
+            optimizer.step()
+        assert [group["params"] for group in optimizer.param_groups][1][0] is extra
+        return net, extra, copy.deepcopy(optimizer.state_dict())
+
+    ordinary = run_threads(2, lambda group: rank(group, shard=False))[0]
+    for net, extra, state in run_threads(2, lambda group: rank(group, shard=True)):
+        assert_same_bits(net, ordinary[0])
+        assert same([extra.detach(), state], [ordinary[1].detach(), ordinary[2]])
+
+
+class Mixed(nn.Module):
+    """Several dtypes and memory layouts, and parameters without dimensions or elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image = nn.Conv2d(8, 16, 3).to(memory_format=torch.channels_last)
+        self.wide = nn.Linear(16 * 16, 33)
+        self.turned = nn.Parameter(torch.zeros(33, 50).t())
+        self.shift = nn.Parameter(torch.zeros(33, dtype=torch.bfloat16))
+        self.phase = nn.Parameter(torch.zeros(200, dtype=torch.complex64))
+        self.scalar = nn.Parameter(torch.zeros(()))
+        self.empty = nn.Parameter(torch.zeros(0, 4))
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for p in self.parameters():
+                p.copy_(torch.randn(p.shape, generator=generator) * 0.1)
+
+    def forward(self, x: Any) -> Any:
+        y = self.wide(self.image(x).flatten(1)).tanh() + self.shift.float() + self.empty.sum()
+        return (y @ self.turned.t() * self.scalar).sum() + (self.phase * (1 + 2j)).sum().real
+
+
+@pytest.mark.parametrize("kind", ["momentum", "AdamW"])
+def test_every_dtype_and_layout(kind: str) -> None:
+    def rank(group: Group, shard: bool) -> Any:
+        net = Mixed()
+        optimizer = DistributedOptimizer(
+            KINDS[kind](net.parameters()), process_set=group, shard_state=shard
+        )
+        for step in range(4):
+            generator = torch.Generator().manual_seed(10 * step + group.rank)
+            optimizer.zero_grad()
+            net(torch.randn(2, 8, 6, 6, generator=generator)).backward()
+            optimizer.step()
+        return net, copy.deepcopy(optimizer.state_dict())
+
+    expected, state = run_threads(3, lambda group: rank(group, shard=False))[0]
+    for net, found in run_threads(3, lambda group: rank(group, shard=True)):
+        assert_same_bits(net, expected)
+        assert [p.stride() for p in net.parameters()] == [p.stride() for p in expected.parameters()]
+        assert same(found, state)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_without_a_share(kind: str) -> None:
+    def rank(group: Group) -> Any:
+        weight = nn.Parameter(torch.ones(2, 2))
+        rest = nn.Parameter(torch.ones(3, 3))
+        optimizer = KINDS[kind]([weight])
+        optimizer.add_param_group({"params": [rest]})
+        optimizer = wrap(optimizer, group)
+        for _ in range(2):
+            optimizer.zero_grad()
+            (weight.sum() * (group.rank + 1) + rest.sum()).backward()
+            optimizer.step()
+        return weight.detach(), rest.detach()
+
+    results = run_threads(4, rank)
+    assert all(same(result, results[0]) for result in results)
+    assert not torch.equal(results[0][0], torch.ones(2, 2))
+
+
+def test_hooks_and_closures_see_the_users_parameters_all_of_them_updated() -> None:
+    def rank(group: Group) -> Any:
+        net = network()
+        optimizer = wrap(KINDS["Adam"](net.parameters()), group)
+        seen: list[Any] = []
+
+        def look(optimizer: Any, args: Any, kwargs: Any) -> None:
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            assert list(map(id, parameters)) == list(map(id, net.parameters()))
+            seen.append(sum(p.detach().double().sum().item() for p in parameters))
+
+        optimizer.register_step_pre_hook(look)
+        optimizer.register_step_post_hook(look)
+
+        def closure() -> Any:
+            optimizer.zero_grad()
+            assert torch.is_grad_enabled()
+            return backward(net, 0, group.rank)
+
+        loss = optimizer.step(closure)
+        assert seen[0] != seen[1] == sum(p.detach().double().sum().item() for p in net.parameters())
+        return loss.item(), optimizer.step(closure=closure).item(), seen
+
+    results = run_threads(2, rank)
+    assert results[0] == results[1]
+    assert results[0][1] < results[0][0]
+
+
+def test_schedulers_made_before_and_after() -> None:
+    def rank(group: Group, shard: bool) -> Any:
+        net = network()
+        inner = KINDS["momentum"](net.parameters())
+        scheduler = optim.lr_scheduler.StepLR(inner, 1, 0.5)
+        optimizer = DistributedOptimizer(inner, process_set=group, shard_state=shard)
+        another = optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for step in range(4):
+                train(net, optimizer, group.rank, range(step, step + 1))
+                scheduler.step()
+                another.step()
+        return net
+
+    expected = run_threads(2, lambda group: rank(group, shard=False))[0]
+    for net in run_threads(2, lambda group: rank(group, shard=True)):
+        assert_same_bits(net, expected)
+
+
+# What the state's readers are told.
+
+
+def test_a_sharded_state_cannot_be_read_written_or_copied() -> None:
+    def rank(group: Group) -> None:
+        net, optimizer = trained(group, KINDS["Adam"])
+        inner = optimizer._exchange.inner(optimizer)
+        parameter = net[0].weight
+        for wrong in (
+            lambda: optimizer.state[parameter],
+            lambda: inner.state[parameter],
+            lambda: optimizer.state.__setitem__(parameter, {}),
+            lambda: copy.deepcopy(optimizer),
+            lambda: torch.save(optimizer, io.BytesIO()),
+        ):
+            with pytest.raises(RuntimeError, match=r"state_dict\(\)"):
+                wrong()
+        assert not optimizer.state
+        train(net, optimizer, group.rank)
+
+    run_threads(2, rank)
+
+
+def test_the_unwrapped_optimizers_state_dict_is_whole_too() -> None:
+    def rank(group: Group) -> Any:
+        net = network()
+        inner = KINDS["Adam"](net.parameters())
+        optimizer = wrap(inner, group)
+        train(net, optimizer, group.rank)
+        assert hvd.check_in_sync(optimizer, state=True, process_set=group)
+        return copy.deepcopy(inner.state_dict()), optimizer.state_dict()
+
+    for inner, outer in run_threads(2, rank):
+        assert same(inner, outer)
+        assert len(inner["state"]) == 6
+
+
+def test_broadcast_in_mid_training_changes_nothing() -> None:
+    def rank(group: Group) -> Any:
+        net, optimizer = trained(group, KINDS["Adam"], steps=range(3))
+        hvd.broadcast_optimizer_state(optimizer, 1, process_set=group)
+        train(net, optimizer, group.rank, range(3, 5))
+        return net
+
+    expected = run_threads(2, lambda group: trained(group, KINDS["Adam"]))[0][0]
+    for net in run_threads(2, rank):
+        assert_same_bits(net, expected)
+
+
+def test_state_dict_on_one_rank_only() -> None:
+    def rank(group: Group) -> None:
+        net, optimizer = trained(group, KINDS["Adam"])
+        if group.rank == 0:
+            optimizer.state_dict()
+        train(net, optimizer, group.rank)
+
+    with pytest.raises(RanksFailedError) as caught:
+        run_threads(2, rank)
+    assert all(type(error) is MismatchError for error in caught.value.errors.values())
+    for error in caught.value.errors.values():
+        assert (
+            "rank 0: allgather_object 'state_dict() of optimizer 1, with shard_state=True'"
+            in str(error)
+        )
+        assert re.search(r"rank 1: .*step 6", str(error))
+
+
+@pytest.mark.parametrize("what", ["parameters", "state", "presence", "class"])
+def test_ranks_that_begin_with_different_things(what: str) -> None:
+    def rank(group: Group) -> None:
+        is_odd = group.rank == 1
+        net = network(seed=int(is_odd and what == "parameters"))
+        kind = "AdamW" if is_odd and what == "class" else "Adam"
+        optimizer = KINDS[kind](net.parameters())
+        if what == "state" or (what == "presence" and is_odd):
+            other = network()
+            backward(other, group.rank, 0)
+            given = KINDS[kind](other.parameters())
+            given.step()
+            optimizer.load_state_dict(given.state_dict())
+        train(net, wrap(optimizer, group), group.rank)
+
+    kind: Any = DriftError if what in ("parameters", "state") else MismatchError
+    told = fails_alike(2, rank, kind)
+    expected = {
+        "parameters": "first 'param_groups[0][0]' (float32[70, 20])",
+        "state": "first \"param_groups[0][0]['exp_avg']\"",
+        "presence": "exp_avg",
+        "class": "rank 1",
+    }
+    assert expected[what] in told
+
+
+def test_gradients_removed_on_one_rank_after_backward() -> None:
+    def rank(group: Group) -> None:
+        net, optimizer = trained(group, KINDS["Adam"], steps=range(2))
+        optimizer.zero_grad()
+        backward(net, 2, group.rank)
+        if group.rank == 1:
+            net[0].weight.grad = None
+        optimizer.step()
+
+    told = fails_alike(2, rank, MismatchError)
+    assert "parameters of optimizer 1" in told
+
+
+def test_an_optimizer_that_fails_on_one_rank() -> None:
+    def rank(group: Group) -> None:
+        net = network()
+        optimizer = wrap(KINDS["Adam"](net.parameters()), group)
+        if group.rank == 1:
+            optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+        train(net, optimizer, group.rank)
+
+    with pytest.raises(RanksFailedError) as caught:
+        run_threads(2, rank)
+    assert type(caught.value.errors[1]) is ZeroDivisionError
+    assert isinstance(caught.value.errors[0], PeerLostError)
+
+
+@pytest.mark.parametrize("n_steps", [(5, 5), (3, 5), (0, 5)])
+def test_a_rank_that_has_joined_cannot_update_its_share(n_steps: tuple[int, int]) -> None:
+    def rank(group: Group) -> None:
+        net = network()
+        optimizer = wrap(KINDS["Adam"](net.parameters()), group)
+        for _ in range(2):
+            train(net, optimizer, group.rank, range(n_steps[group.rank]))
+            group.join()
+
+    if n_steps[0] == n_steps[1]:
+        run_threads(2, rank)
+    else:
+        with pytest.raises(RanksFailedError) as caught:
+            run_threads(2, rank)
+        error = caught.value.errors[1]
+        assert type(error) is MismatchError
+        assert "needs every rank, but rank 0 has no more batches" in str(error)
+
+
+class Own(optim.Optimizer):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    state["sum"] = state.get("sum", 0) + p.grad * p.grad
+                    state["n"] = state.get("n", 0) + 1
+                    state["nested"] = {"pair": (p.grad.clone(), [state["n"]])}
+                    p.sub_(p.grad / (state["sum"].sqrt() + 1e-3), alpha=group["lr"])
+
+
+@pytest.mark.parametrize("how", ["elements", "parameters"])
+def test_an_optimizer_of_ones_own(how: str) -> None:
+    expected = run_threads(3, lambda group: trained(group, Own, shard=False))
+    states = run_threads(
+        3, lambda group: copy.deepcopy(trained(group, Own, shard=how)[1].state_dict())
+    )
+    for (net, _), state in zip(
+        run_threads(3, lambda group: trained(group, Own, shard=how)), states, strict=True
+    ):
+        assert_same_bits(net, expected[0][0])
+        assert same(state, expected[0][1].state_dict())
+
+
+class OwnAdam(optim.Adam):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "told"),
+    [
+        (Own, {}, 'Own is not an optimizer .* shard_state="elements"'),
+        (OwnAdam, {}, "OwnAdam is not"),
+        (optim.LBFGS, {}, "LBFGS"),
+        (optim.Adam, {"shard_state": "rows"}, "not 'rows'"),
+        (optim.Adam, {"op": Adasum}, 'adasum_of="gradients"'),
+    ],
+)
+def test_what_cannot_be_sharded(make: Any, options: dict[str, Any], told: str) -> None:
+    def rank(group: Group) -> None:
+        options_ = {"shard_state": True, **options}
+        with pytest.raises(ValueError, match=told):
+            DistributedOptimizer(make(network().parameters()), process_set=group, **options_)
+
+    run_threads(2, rank)
+
+
+def test_parameters_that_share_memory_or_have_gaps() -> None:
+    base = torch.ones(30, 40)
+    for parameters, told in (
+        ([base, base[3:]], "share no memory, but 'param_groups[0][0]' and 'param_groups[0][1]' do"),
+        ([torch.ones(30, 41)[:, :40]], "'param_groups[0][0]' has strides (41, 1) for [30, 40]"),
+    ):
+
+        def rank(group: Group, parameters: Any = parameters, told: str = told) -> None:
+            own = [nn.Parameter(x) for x in parameters]
+            optimizer = wrap(optim.Adam(own), group)
+            for p in own:
+                p.grad = torch.ones_like(p)
+            with pytest.raises(ValueError, match=re.escape(told)):
+                optimizer.step()
+
+        with contextlib.suppress(PeerLostError):
+            run_threads(2, rank)
+
+
+def test_in_a_world_of_one_rank_nothing_is_changed() -> None:
+    def rank(group: Group) -> None:
+        net, optimizer = trained(group, KINDS["Adam"])
+        assert set(optimizer.state) == set(net.parameters())
+        copy.deepcopy(optimizer)
+
+    run_threads(1, rank)
