@@ -22,6 +22,10 @@ after it, and "barrier" is a step in which ranks only wait for each other. `--co
 25 MiB" "buckets of 4 MiB" …` compares bucket sizes, with `--link-mbit 1000` between hosts with one
 rank each: network namespaces of this machine, which need root.
 
+With `--contenders "state divided" "DDP gloo, ZeroRedundancyOptimizer"` each rank updates its share
+of the parameters only: the additional time is that of the exchange, minus the update that other
+ranks do. `--optimizers fused-adam` has the fastest update.
+
 "DDP, nothing exchanged" is DistributedDataParallel with a communication hook that leaves every
 bucket unchanged (torch's `noop_hook`): a step's additional time over it is that of DDP's exchange.
 "alone" is the same exchange with all gradients ready, without backward(). "hidden" is the share of
@@ -70,6 +74,7 @@ LOCAL = "no communication"
 NOTHING = "DDP, nothing exchanged"
 BARRIER = "barrier"
 SHARED = "horo_lite fp32, shared"
+DIVIDED = "state divided", "DDP gloo, ZeroRedundancyOptimizer"
 TURNS = {"sums": 10, "waiting": 6, "resnet50": 6, "transformer": 6}
 BACKWARD_PER_EXCHANGE = 3  # of "waiting"
 
@@ -259,6 +264,7 @@ MODELS: dict[str, Callable[[Any, argparse.Namespace], Model]] = {
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.0, momentum=0.9),
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.0),
+    "fused-adam": lambda parameters: torch.optim.Adam(parameters, lr=0.0, fused=True),
 }
 
 
@@ -279,10 +285,11 @@ class Contender:
         self.exchange: Callable[[], None] | None = None  # with all gradients ready
 
     def share_memory(self, other: Contender) -> None:
-        """Use the parameters and state of `other`, after a step of it."""
+        """Use the parameters of `other`, and its state after a step, unless it is divided."""
         for p, q in zip(self.module.parameters(), other.module.parameters(), strict=True):
             p.data = q.data
-            self.optimizer.state[p] = other.optimizer.state[q]
+            if self.name not in DIVIDED:
+                self.optimizer.state[p] = other.optimizer.state[q]
 
     def step(self) -> tuple[float, float]:
         """Take a step; return the seconds of the step and of its backward()."""
@@ -382,6 +389,19 @@ def ddp(
     return wrap
 
 
+def zero_redundancy(contender: Contender) -> None:
+    """Divide the optimizer's state, under DistributedDataParallel, as PyTorch does."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    ddp("gloo", None, torch.float32, gradient_as_bucket_view=True)(contender)
+    contender.optimizer = ZeroRedundancyOptimizer(
+        contender.module.parameters(),
+        type(contender.optimizer),
+        process_group=_group("gloo"),
+        **contender.optimizer.defaults,
+    )
+
+
 def ddp_without_exchange(contender: Contender) -> None:
     from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 
@@ -451,6 +471,11 @@ OTHERS: dict[str, tuple[torch.dtype, Callable[[Contender], None]]] = {
     "overlap always": (torch.float32, overlapping(math.inf)),
     "overlap never": (torch.float32, overlapping(0)),
     BARRIER: (torch.float32, barrier),
+    DIVIDED[0]: (
+        torch.float32,
+        horo_lite("none", gradient_as_bucket_view=True, shard_state=True),
+    ),
+    DIVIDED[1]: (torch.float32, zero_redundancy),
 } | {
     f"buckets of {mib} MiB": (torch.float32, horo_lite("none", bucket_bytes=mib << 20))
     for mib in (1, 2, 4, 8, 16, 25, 50, 100)
