@@ -109,10 +109,11 @@ def plan_of(seed: int, *, elastic: bool, torch: bool) -> Plan:
     calls = [rng.choice(kinds) for _ in range(N_STEPS)]
     for trouble in troubles:
         # Unnamed calls are matched by position: the next one of the same kind could not be told
-        # from the one that a rank has skipped.
-        if trouble.how == "skip" and calls[trouble.step] == calls[trouble.step + 1]:
-            others = [kind for kind in kinds if kind != calls[trouble.step]]
-            calls[trouble.step + 1] = rng.choice(others)
+        # from the one that a rank has skipped. And if the next one is join(), the rank correctly
+        # adds zeros to the call that it has skipped.
+        unnoticed = calls[trouble.step], "join"
+        if trouble.how == "skip" and calls[trouble.step + 1] in unnoticed:
+            calls[trouble.step + 1] = rng.choice([kind for kind in kinds if kind not in unnoticed])
     return Plan(seed, n, hosts, elastic, calls, troubles)
 
 
