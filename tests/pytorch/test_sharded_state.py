@@ -109,8 +109,12 @@ def n_elements_of_state(optimizer: Any) -> int:
     return sum(x.numel() for x in tensors if isinstance(x, torch.Tensor) and x.dim())
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("kind", KINDS)
+SIZES = [(kind, 3) for kind in KINDS] + [
+    (kind, size) for kind in ("momentum", "AdamW, fused", "Adafactor") for size in (2, 4)
+]
+
+
+@pytest.mark.parametrize(("kind", "size"), SIZES)
 def test_the_bits_are_those_of_the_whole_state_and_each_rank_has_a_share(
     kind: str, size: int
 ) -> None:
@@ -318,9 +322,8 @@ def test_every_dtype_and_layout(kind: str) -> None:
         assert same(found, state)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_ranks_without_a_share(kind: str) -> None:
-    def rank(group: Group) -> Any:
+def test_ranks_without_a_share() -> None:
+    def rank(group: Group, kind: str) -> Any:
         weight = nn.Parameter(torch.ones(2, 2))
         rest = nn.Parameter(torch.ones(3, 3))
         optimizer = KINDS[kind]([weight])
@@ -332,9 +335,10 @@ def test_ranks_without_a_share(kind: str) -> None:
             optimizer.step()
         return weight.detach(), rest.detach()
 
-    results = run_threads(4, rank)
-    assert all(same(result, results[0]) for result in results)
-    assert not torch.equal(results[0][0], torch.ones(2, 2))
+    for kind in KINDS:
+        results = run_threads(4, functools.partial(rank, kind=kind))
+        assert all(same(result, results[0]) for result in results)
+        assert not torch.equal(results[0][0], torch.ones(2, 2))
 
 
 def test_hooks_and_closures_see_the_users_parameters_all_of_them_updated() -> None:
