@@ -228,7 +228,8 @@ class _Normalize(torch.autograd.Function):
             )
         d_weight = d_bias = dx = None
         if weight is not None:
-            d_weight, d_bias = sums.to(weight.dtype, copy=True)
+            # Not views of one tensor: an addition to one would count as a change of both.
+            d_weight, d_bias = (each.to(weight.dtype, copy=True) for each in sums)
         if ctx.needs_input_grad[0]:
             means = (ctx.call.weighted_sums(sums) / count).to(mean.dtype)
             slope = (-means[0] * invstd).view(shape)

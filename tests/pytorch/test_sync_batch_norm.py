@@ -442,6 +442,30 @@ def test_a_rank_that_never_comes_is_no_hang() -> None:
     assert {type(e).__name__ for e in caught.value.errors.values()} == {"KeyError", "PeerLostError"}
 
 
+def test_an_optimizer_that_exchanges_after_two_passes() -> None:
+    xs = [batch(6, 2, k) for k in range(2)]
+
+    def gradients(layer: Any, optimizer: Any, part: slice) -> list[Any]:
+        for x in xs:
+            layer(x[part]).sin().sum().backward()
+        optimizer.step()
+        return [p.grad for p in layer.parameters()]
+
+    def sgd(layer: Any) -> Any:
+        return torch.optim.SGD(layer.parameters(), lr=0.1)
+
+    def rank(group: Group) -> list[Any]:
+        layer = with_parameters(SyncBatchNorm(FEATURES, process_set=group).double())
+        how = {"op": hvd.Sum, "backward_passes_per_step": 2, "process_set": group}
+        optimizer = hvd.DistributedOptimizer(sgd(layer), **how)
+        return gradients(layer, optimizer, slice(4 * group.rank, 4 + 2 * group.rank))
+
+    whole = with_parameters(torch.nn.BatchNorm1d(FEATURES).double())
+    expected = gradients(whole, sgd(whole), slice(None))
+    for found in run_threads(2, rank):
+        torch.testing.assert_close(found, expected, **EXACT)
+
+
 def test_states_are_batch_norms() -> None:
     layer, plain = SyncBatchNorm(FEATURES), torch.nn.BatchNorm2d(FEATURES)
     assert isinstance(layer, torch.nn.modules.batchnorm._BatchNorm)
