@@ -369,6 +369,20 @@ def test_hooks_and_closures_see_the_users_parameters_all_of_them_updated() -> No
     assert results[0][1] < results[0][0]
 
 
+def test_autograd_knows_that_every_parameter_has_changed() -> None:
+    def rank(group: Group) -> None:
+        net, optimizer = trained(group, KINDS["Adam"])
+        optimizer.zero_grad()
+        backward(net, 5, group.rank)
+        saved = [p.square().sum() for p in net.parameters()]
+        optimizer.step()
+        for loss in saved:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+
+    run_threads(2, rank)
+
+
 def test_schedulers_made_before_and_after() -> None:
     def rank(group: Group, shard: bool) -> Any:
         net = network()
@@ -535,6 +549,7 @@ class Own(optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
+            group["n_steps"] = group.get("n_steps", 0) + 1
             for p in group["params"]:
                 if p.grad is not None:
                     state = self.state[p]
