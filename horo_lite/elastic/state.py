@@ -22,7 +22,7 @@ from horo_lite.adapters.object import is_array
 from horo_lite.collectives.arrays import gpu_of
 from horo_lite.elastic.sampler import Sampler
 from horo_lite.errors import CheckpointError
-from horo_lite.state.broadcast import is_writable
+from horo_lite.state.broadcast import broadcast_content, is_writable
 from horo_lite.state.optimizer_state import OptimizerState, load_state_dict, sharded_state
 from horo_lite.state.trees import NUMBERS, Tree, in_brackets, mapped, overwritten, repeats
 from horo_lite.state.wrapper import Wrapped, unwrapped, wrapped
@@ -165,10 +165,12 @@ class State:
         """
         group = context.world().group
         is_root = group.rank == root_rank
-        mine = (self.snapshot(), self.progress()) if is_root or self._shares() else None
-        received = ops.broadcast_object(mine, root_rank, group=group)
-        assert received is not None
-        content, progress = received
+        content, progress = broadcast_content(
+            lambda: (self.snapshot(), self.progress()),
+            root_rank,
+            group,
+            is_sharded=bool(self._shares()),
+        )
         if is_root:
             for sampler in self._samplers():
                 sampler.load_state_dict(sampler.state_dict())  # distribute the rest, as on others

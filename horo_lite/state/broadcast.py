@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from inspect import GEN_CREATED, getgeneratorstate, isgenerator
 from typing import TYPE_CHECKING, Any
 
@@ -122,11 +122,22 @@ def broadcast_optimizer_state(
     group = ops.ranks_of(group)
     state = OptimizerState(optimizer)
     state.check()
-    is_root = group.rank == root_rank
-    mine = state.read() if is_root or state.is_sharded else None
-    received = ops.broadcast_object(mine, root_rank, group=group)
-    if not is_root:
+    received = broadcast_content(state.read, root_rank, group, is_sharded=state.is_sharded)
+    if group.rank != root_rank:
         state.write(received)
+
+
+def broadcast_content(
+    read: Callable[[], Any], root_rank: int, group: Group, *, is_sharded: bool
+) -> Any:
+    """Return what `read` returns on rank `root_rank`. All ranks call it if its state is sharded."""
+    is_root = group.rank == root_rank
+    content = read() if is_root and not is_sharded else None
+    received = ops.broadcast_object(content, root_rank, group=group)
+    if received is None:
+        content = read()
+        received = ops.broadcast_object(content if is_root else None, root_rank, group=group)
+    return received
 
 
 def opened(tree: Any, path: str) -> Node | None:

@@ -16,7 +16,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
+from itertools import chain, compress
 from operator import is_
 from typing import Any, NoReturn
 
@@ -25,6 +25,7 @@ import torch
 from horo_lite.adapters.object import is_array
 from horo_lite.collectives.calls import AllGatherInPlace, Compare, Part
 from horo_lite.collectives.group import Group
+from horo_lite.errors import warn
 from horo_lite.ops import allgather_object
 from horo_lite.state import drift
 from horo_lite.state.optimizer_state import in_host_memory
@@ -46,15 +47,21 @@ _INDEPENDENT = {
     **dict.fromkeys(("Adafactor", "Muon", "SparseAdam"), _PARAMETERS),
 }  # fmt: skip
 """What torch's optimizers update independently of each other."""
+_IS_SHARDED = (
+    "the optimizer's state is sharded (shard_state=True): this rank has that of its share of the "
+    "parameters only"
+)
+_USE_STATE_DICT = (
+    "Call state_dict() on every rank, which returns all of it, and change it by load_state_dict()"
+)
 
 
-class ShardedState(defaultdict[Any, Any]):
-    """The `state` of an optimizer while it is sharded: it is empty, and says so to its readers."""
+class ShardedState:
+    """Stands in for an optimizer's `state` while that is sharded, and says so to its readers."""
 
     is_sharded = True
 
     def __init__(self, group: Group, parameters: Sequence[Any], pieces: Sequence[Piece]) -> None:
-        super().__init__()
         self.group = group
         self.parameters = parameters
         self.pieces = pieces
@@ -74,15 +81,22 @@ class ShardedState(defaultdict[Any, Any]):
         """Whether the ranks that have the parts are no longer the ranks of a world."""
         return self.group.is_closed
 
-    def __missing__(self, key: Any) -> NoReturn:
-        raise RuntimeError(
-            "the optimizer's state is sharded (shard_state=True): this rank has that of its share "
-            "of the parameters only. Call state_dict() on every rank, which returns all of it, and "
-            "change it by load_state_dict()"
-        )
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise RuntimeError(f"{_IS_SHARDED}. {_USE_STATE_DICT}")
 
-    def __setitem__(self, key: Any, value: Any) -> NoReturn:
-        self.__missing__(key)
+    __getitem__ = __setitem__ = __delitem__ = __contains__ = __len__ = _refuse
+    get = setdefault = pop = popitem = update = clear = copy = _refuse
+
+    def _nothing(self) -> Iterator[Any]:
+        # No error, since Lightning iterates to move the state to the host when training has ended.
+        warn(f"{_IS_SHARDED}, so iterating over it finds nothing. {_USE_STATE_DICT}")
+        return iter(())
+
+    __iter__ = items = keys = values = _nothing
+
+    def __bool__(self) -> bool:
+        """Return True: torch.distributed.checkpoint takes a step to create missing state."""
+        return True
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise RuntimeError(
@@ -118,6 +132,8 @@ class ShardedUpdate(GradientExchange):
         self, optimizer: Any, named: list[tuple[str, Any]] | None, options: Options
     ) -> None:
         self._independent = _what_is_independent(optimizer, options.shard_state)
+        # Optimizers of torch.optim update no parameter without a gradient.
+        self._updates_all = isinstance(options.shard_state, str)
         bare = type(optimizer).step
         if getattr(bare, "hooked", False):
             bare = bare.__wrapped__
@@ -132,12 +148,7 @@ class ShardedUpdate(GradientExchange):
         self._update_with_hooks = torch.optim.Optimizer.profile_hook_step(update)
         super().__init__(optimizer, named, options)
 
-        def collect(_: Any) -> None:
-            exchange = own()
-            if exchange is not None:
-                exchange.collect()
-
-        optimizer.register_state_dict_pre_hook(collect)
+        optimizer.register_state_dict_pre_hook(_collect, prepend=True)
 
     # A step.
 
@@ -158,9 +169,10 @@ class ShardedUpdate(GradientExchange):
             kwargs = {name: value for name, value in kwargs.items() if name != "closure"}
         state = self._shard()
         state.follow_parameters()
+        changes = [self._updates_all or p.grad is not None for p in state.parameters]
         with self._within_share(state):
             result = step(optimizer, *args, **kwargs)
-        self._receive(state)
+        self._receive(state, changes)
         return result if closure is None else loss
 
     @contextmanager
@@ -185,6 +197,7 @@ class ShardedUpdate(GradientExchange):
                     )
                 if gradient is not None:
                     gradient = gradient.detach().reshape(-1)[piece.start : piece.stop]
+                _resemble(tensor, parameter)
                 tensor.grad = gradient
         shares = [{**group, "params": of_group.get(g, [])} for g, group in enumerate(groups)]
         attributes["param_groups"], attributes["state"] = shares, state.own
@@ -197,10 +210,9 @@ class ShardedUpdate(GradientExchange):
             for tensor in pieces:
                 tensor.grad = None
 
-    def _receive(self, state: ShardedState) -> None:
-        """Give all ranks the parameters that their owners have updated."""
-        has_gradient = [parameter.grad is not None for parameter in state.parameters]
-        sent = [i for i, piece in enumerate(state.pieces) if has_gradient[piece.parameter]]
+    def _receive(self, state: ShardedState, changes: Sequence[bool]) -> None:
+        """Give all ranks the parameters that their owners may have changed."""
+        sent = [i for i, piece in enumerate(state.pieces) if changes[piece.parameter]]
         if not sent:
             return
         pieces = [state.pieces[i] for i in sent]
@@ -209,9 +221,8 @@ class ShardedUpdate(GradientExchange):
         call = AllGatherInPlace(label, [piece.owner for piece in pieces], names)
         part = Part(self._group.memory([state.views[i] for i in sent]), label=label)
         self._group.run(call, part)
-        for parameter, has in zip(state.parameters, has_gradient, strict=True):
-            if has:  # perhaps saved for a backward(), and overwritten
-                torch.autograd.graph.increment_version(parameter)
+        # They may be saved for a backward(), which must not use the new values.
+        torch.autograd.graph.increment_version(compress(state.parameters, changes))
 
     @property
     def _group(self) -> Group:
@@ -330,6 +341,18 @@ class ShardedUpdate(GradientExchange):
         self._attributes["state"] = whole
 
 
+def _collect(optimizer: Any) -> None:
+    """Make the optimizer's state whole, for its state_dict()."""
+    exchange = vars(optimizer).get("_exchange")
+    if isinstance(exchange, ShardedUpdate):
+        exchange.collect()
+    elif isinstance(optimizer.state, ShardedState):
+        raise RuntimeError(
+            f"{_IS_SHARDED}, and its DistributedOptimizer, which collects it, no longer exists: "
+            "wrap it again with shard_state=True, or call state_dict() on every rank before that"
+        )
+
+
 def _what_is_independent(optimizer: Any, given: bool | str) -> str:
     """Return what the optimizer updates independently: elements, or parameters."""
     kind = type(optimizer)
@@ -365,6 +388,14 @@ def _flat(parameter: Any) -> Any:
     """Return a view of a parameter without gaps, in one dimension, in memory order."""
     detached = parameter.detach()
     return detached.as_strided((detached.numel(),), (1,))
+
+
+def _resemble(piece: Any, parameter: Any) -> None:
+    """Give a piece what optimizers may ask of a parameter: attributes, and whether it is frozen."""
+    vars(piece).update(vars(parameter))
+    piece.requires_grad_(parameter.requires_grad)
+    if hasattr(parameter, "grad_dtype"):
+        piece.grad_dtype = parameter.grad_dtype
 
 
 def _cut(state: Any, parameter: Any, piece: Piece) -> Any:

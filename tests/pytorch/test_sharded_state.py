@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
 import io
 import re
 import warnings
@@ -415,12 +416,18 @@ def test_a_sharded_state_cannot_be_read_written_or_copied() -> None:
             lambda: optimizer.state[parameter],
             lambda: inner.state[parameter],
             lambda: optimizer.state.__setitem__(parameter, {}),
+            lambda: optimizer.state.get(parameter),
+            lambda: parameter in optimizer.state,
+            lambda: optimizer.state.update({parameter: {}}),
+            lambda: optimizer.state.clear(),
             lambda: copy.deepcopy(optimizer),
             lambda: torch.save(optimizer, io.BytesIO()),
         ):
             with pytest.raises(RuntimeError, match=r"state_dict\(\)"):
                 wrong()
-        assert not optimizer.state
+        with pytest.warns(RuntimeWarning, match="iterating over it finds nothing"):
+            assert list(optimizer.state.items()) == []
+        assert optimizer.state  # if empty, torch.distributed.checkpoint would take a step
         train(net, optimizer, group.rank)
 
     run_threads(2, rank)
@@ -430,8 +437,12 @@ def test_the_unwrapped_optimizers_state_dict_is_whole_too() -> None:
     def rank(group: Group) -> Any:
         net = network()
         inner = KINDS["Adam"](net.parameters())
+        seen: list[int] = []
+        inner.register_state_dict_pre_hook(lambda own: seen.append(len(own.state)))
         optimizer = wrap(inner, group)
         train(net, optimizer, group.rank)
+        inner.state_dict()
+        assert seen == [6]
         assert hvd.check_in_sync(optimizer, state=True, process_set=group)
         return copy.deepcopy(inner.state_dict()), optimizer.state_dict()
 
@@ -440,10 +451,34 @@ def test_the_unwrapped_optimizers_state_dict_is_whole_too() -> None:
         assert len(inner["state"]) == 6
 
 
-def test_broadcast_in_mid_training_changes_nothing() -> None:
+def test_without_its_wrapper_a_sharded_state_is_not_taken_for_an_empty_one() -> None:
+    def rank(group: Group) -> int:
+        net = network()
+        inner = KINDS["Adam"](net.parameters())
+        train(net, wrap(inner, group), group.rank)
+        gc.collect()
+        ordinary = DistributedOptimizer(inner, process_set=group)
+        for reader in (inner, ordinary):
+            with pytest.raises(RuntimeError, match="no longer exists"):
+                reader.state_dict()
+        del reader, ordinary
+        return len(wrap(inner, group).state_dict()["state"])
+
+    assert run_threads(2, rank) == [6, 6]
+
+
+@pytest.mark.parametrize("loaded_on", [None, 0, 1])
+def test_broadcast_in_mid_training_changes_nothing(loaded_on: int | None) -> None:
     def rank(group: Group) -> Any:
         net, optimizer = trained(group, KINDS["Adam"], steps=range(3))
-        hvd.broadcast_optimizer_state(optimizer, 1, process_set=group)
+        if loaded_on is not None:  # a state that others do not have, which is not sharded
+            state = copy.deepcopy(optimizer.state_dict())
+            weights = copy.deepcopy(net.state_dict())
+            train(net, optimizer, group.rank, range(3, 4))
+            net.load_state_dict(weights)
+            if group.rank == loaded_on:
+                optimizer.load_state_dict(state)
+        hvd.broadcast_optimizer_state(optimizer, loaded_on or 0, process_set=group)
         train(net, optimizer, group.rank, range(3, 5))
         return net
 
@@ -570,6 +605,43 @@ def test_an_optimizer_of_ones_own(how: str) -> None:
     ):
         assert_same_bits(net, expected[0][0])
         assert same(state, expected[0][1].state_dict())
+
+
+class Asks(optim.Optimizer):
+    """Asks each parameter for attributes, updates it without a gradient, and drops gradients."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.requires_grad:
+                    p.mul_(0.9)
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["lr"] * p.scale)
+                    p.grad = None
+
+
+def test_pieces_are_like_parameters() -> None:
+    def rank(group: Group, shard: bool | str) -> Any:
+        used, unused = nn.Parameter(torch.ones(1000)), nn.Parameter(torch.ones(900))
+        rounded = nn.Parameter(torch.ones(4000, dtype=torch.bfloat16))
+        rounded.grad_dtype = torch.float32
+        parameters = [used, unused, rounded]
+        for i, p in enumerate(parameters):
+            p.scale = 1 + i
+        optimizer = DistributedOptimizer(Asks(parameters), process_set=group, shard_state=shard)
+        for _ in range(3):
+            optimizer.zero_grad()
+            (used.sum() + rounded.sum() * group.rank).backward()
+            optimizer.step()
+        return [p.detach() for p in parameters]
+
+    expected = run_threads(3, lambda group: rank(group, False))[0]
+    for found in run_threads(3, lambda group: rank(group, "elements")):
+        assert same(found, expected)
 
 
 class OwnAdam(optim.Adam):
