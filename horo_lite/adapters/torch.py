@@ -13,6 +13,8 @@ from horo_lite.adapters.object import Adapter, Array, Held, Named
 
 # The attribute of a gradient that holds its version after backward() last added to it.
 _MARK = "_horo_lite_version"
+# That of a part of a larger memory whose version counter is its own.
+_OWN = "_horo_lite_own_version"
 
 _NUMPY_LACKS = {
     getattr(torch, name)
@@ -161,8 +163,29 @@ def _is_of_leaf(x: Any) -> bool:
     return x._is_view() and x._base.is_leaf
 
 
+def with_own_version(parameter: Any) -> Any:
+    """Return the gradient, whose version will tell whether it has been changed.
+
+    Gradients may be parts of one tensor (torch.cat() of parameters returns such ones, and users
+    have flat buffers), with one version counter for all: adding to one would count as a change of
+    the others. Then this replaces the gradient by a tensor with the same memory.
+    """
+    gradient = parameter.grad
+    if (
+        gradient.layout is torch.strided
+        and not gradient.requires_grad
+        and gradient.untyped_storage().nbytes() > gradient.nbytes
+        and not hasattr(gradient, _OWN)
+    ):
+        torch.autograd.graph.increment_version(gradient)  # on behalf of what is done to it later
+        parameter.grad = gradient = gradient.data
+        setattr(gradient, _OWN, True)
+    return gradient
+
+
 def _mark(parameter: Any) -> None:
-    setattr(parameter.grad, _MARK, parameter.grad._version)
+    gradient = with_own_version(parameter)
+    setattr(gradient, _MARK, gradient._version)
 
 
 def _memory(tensor: Any) -> Array:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from horo_lite.adapters.torch import with_own_version
 from horo_lite.collectives.adasum import check_size
 from horo_lite.collectives.group import Group
 from horo_lite.collectives.reductions import Adasum, Average, Sum, checked_weight
@@ -316,6 +317,8 @@ class GradientExchange:
             slot.last_pass = self._pass
             slot.passes += 1
             slot.touched = True
+            if slot.view is None:
+                with_own_version(slot.parameter)
             gradient = slot.move_to_shared_memory()
             setattr(gradient, _MARK, _COMPUTED)
             slot.see()

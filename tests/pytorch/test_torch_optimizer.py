@@ -24,6 +24,7 @@ torch = pytest.importorskip("torch")
 
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
+import horo_lite  # noqa: E402
 from horo_lite.collectives.compression import Compression  # noqa: E402
 from horo_lite.collectives.group import Group  # noqa: E402
 from horo_lite.collectives.reductions import Average, Min, Sum  # noqa: E402
@@ -640,6 +641,46 @@ def test_a_closure_that_continues_earlier_passes(last: str) -> None:
     train(alone, sgd(alone), 0, 1)
     for net in run_threads(2, rank):
         assert_same_weights(net, alone)
+
+
+class OwnOptimizer:
+    def __init__(self, params: list[Any]) -> None:
+        self.params = params
+
+    def step(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("parts_of", ["torch.cat's gradient", "a user's flat buffer"])
+@pytest.mark.parametrize("is_own", [False, True])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_gradients_that_are_parts_of_one_tensor(parts_of: str, is_own: bool, passes: int) -> None:
+    """They have one version counter: adding to one is no change of the others."""
+
+    def rank(group: Group) -> None:
+        a, b = params = [nn.Parameter(torch.ones(n, 2)) for n in (1, 2)]
+        options = {"group": group, "backward_passes_per_step": passes}
+        if is_own:
+            optimizer = horo_lite.DistributedOptimizer(OwnOptimizer(params), **options)
+        else:
+            optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.0), **options)
+        flat = torch.zeros(6)
+        if parts_of == "a user's flat buffer":
+            a.grad, b.grad = flat[:2].view(1, 2), flat[2:].view(2, 2)
+        for _ in range(3):
+            flat.zero_()
+            for p in params:
+                if p.grad is not None:
+                    p.grad.zero_()
+            for _ in range(passes):
+                (torch.cat(params).view(-1) @ torch.arange(6.0) * (1 + 2 * group.rank)).backward()
+            optimizer.step()
+            found = torch.cat([p.grad for p in params]).view(-1)
+            assert found.tolist() == [2.0 * passes * i for i in range(6)]
+        if parts_of == "a user's flat buffer":
+            assert torch.equal(flat, found)
+
+    run_threads(2, rank)
 
 
 @pytest.mark.parametrize("when", ["between passes", "before a step of fewer passes"])
