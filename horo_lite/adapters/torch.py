@@ -86,8 +86,7 @@ class TorchAdapter(Adapter):
                 f"it is sparse ({gradient.layout}), and only dense gradients are exchanged: make "
                 "the layer with sparse=False, or the gradient with .to_dense() before step()"
             )
-        if gradient.dtype.is_complex and gradient.is_conj():
-            gradient = parameter.grad = gradient.resolve_conj()
+        gradient = resolved(parameter)
         return gradient if HAS_TABLE else _memory(gradient)
 
     def set_gradient(self, parameter: Any, array: Array) -> None:
@@ -163,6 +162,14 @@ def _is_of_leaf(x: Any) -> bool:
     return x._is_view() and x._base.is_leaf
 
 
+def resolved(parameter: Any) -> Any:
+    """Return the gradient; replace it if its memory contains its conjugate, or its negative."""
+    gradient = parameter.grad
+    if gradient.is_conj() or gradient.is_neg():
+        gradient = parameter.grad = gradient.resolve_conj().resolve_neg()
+    return gradient
+
+
 def with_own_version(parameter: Any) -> Any:
     """Return the gradient, whose version will tell whether it has been changed.
 
@@ -170,7 +177,7 @@ def with_own_version(parameter: Any) -> Any:
     have flat buffers), with one version counter for all: adding to one would count as a change of
     the others. Then this replaces the gradient by a tensor with the same memory.
     """
-    gradient = parameter.grad
+    gradient = resolved(parameter)
     if (
         gradient.layout is torch.strided
         and not gradient.requires_grad

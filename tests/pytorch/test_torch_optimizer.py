@@ -683,6 +683,29 @@ def test_gradients_that_are_parts_of_one_tensor(parts_of: str, is_own: bool, pas
     run_threads(2, rank)
 
 
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("is_own", [False, True])
+def test_gradients_whose_memory_contains_the_conjugate(is_own: bool, by_hand: bool) -> None:
+    def rank(group: Group) -> None:
+        params = [nn.Parameter(torch.ones(3, dtype=torch.complex128)), nn.Parameter(torch.ones(3))]
+        if is_own:
+            optimizer = horo_lite.DistributedOptimizer(OwnOptimizer(params), group=group)
+        else:
+            optimizer = wrap(torch.optim.SGD(params, lr=0.0), group)
+        x = torch.arange(3.0) + 1j * (1 + 2 * group.rank)
+        if by_hand:
+            params[0].grad, params[1].grad = x.to(torch.complex128).conj(), x.conj().imag
+            assert params[0].grad.is_conj()
+            assert params[1].grad.is_neg()
+        else:
+            (params[0].conj() * x.conj()).real.sum().backward()
+        optimizer.step()
+        assert params[0].grad.tolist() == [0 - 2j, 1 - 2j, 2 - 2j]
+        assert params[1].grad is None or params[1].grad.tolist() == [-2.0] * 3
+
+    run_threads(2, rank)
+
+
 @pytest.mark.parametrize("when", ["between passes", "before a step of fewer passes"])
 @pytest.mark.parametrize("views", [False, True])
 def test_clipping_gradients_that_are_not_averages_yet_is_an_error(when: str, views: bool) -> None:
