@@ -708,8 +708,9 @@ class GradientExchange:
     def _place(self) -> None:
         # Otherwise a backward() that exchanges only on some ranks would match the next exchange.
         n = (self._n_exchanges + 1) * self.passes if self._n_exchanges else 0
-        step = f"step {self._drift.n_together + 1}"
-        self.reducer.position = f", backward pass {n} of {step}" if n else f", {step}"
+        self.position = f"step {self._drift.n_together + 1}"
+        of_pass = f"backward pass {n} of " if n else ""
+        self.reducer.position = f", {of_pass}{self.position}"
 
 
 def weight_in_backward(group: Group) -> float | None:

@@ -74,7 +74,10 @@ class ShardedState:
         """Of each piece: a view in one dimension."""
         self.addresses: list[int] = []
         """Of each parameter, where the views are."""
-        self.layouts = [_layout(parameter) for parameter in parameters]
+        self.layouts = _layouts(parameters)
+        owned = {piece.parameter for piece in pieces}
+        self.left_out = [p for i, p in enumerate(parameters) if i not in owned]
+        """Parameters that had neither a gradient nor state, and were frozen."""
 
     @property
     def is_lost(self) -> bool:
@@ -217,7 +220,7 @@ class ShardedUpdate(GradientExchange):
             return
         pieces = [state.pieces[i] for i in sent]
         names = [self.slots[piece.parameter].name for piece in pieces]
-        label = f"parameters of optimizer {self.reducer.number}{self.reducer.position}"
+        label = f"parameters of optimizer {self.reducer.number}, {self.position}"
         call = AllGatherInPlace(label, [piece.owner for piece in pieces], names)
         part = Part(self._group.memory([state.views[i] for i in sent]), label=label)
         self._group.run(call, part)
@@ -236,12 +239,11 @@ class ShardedUpdate(GradientExchange):
         state = self._attributes["state"]
         parameters = [slot.parameter for slot in self.slots]
         if isinstance(state, ShardedState):
-            owned = {piece.parameter for piece in state.pieces}
             if (
                 len(parameters) == len(state.parameters)
                 and all(map(is_, parameters, state.parameters))
-                and all(i in owned or p.grad is None for i, p in enumerate(parameters))
-                and [_layout(p) for p in parameters] == state.layouts
+                and all(p.grad is None for p in state.left_out)
+                and _layouts(parameters) == state.layouts
             ):
                 self._check_not_lost(state)
                 return state
@@ -380,8 +382,9 @@ def _is_dense(tensor: Any) -> bool:
     return True
 
 
-def _layout(parameter: Any) -> tuple[Any, ...]:
-    return parameter.shape, parameter.stride()
+def _layouts(parameters: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    size, stride = torch.Tensor.size, torch.Tensor.stride
+    return list(map(size, parameters)), list(map(stride, parameters))
 
 
 def _flat(parameter: Any) -> Any:
