@@ -224,8 +224,9 @@ class ShardedUpdate(GradientExchange):
         call = AllGatherInPlace(label, [piece.owner for piece in pieces], names)
         part = Part(self._group.memory([state.views[i] for i in sent]), label=label)
         self._group.run(call, part)
-        # They may be saved for a backward(), which must not use the new values.
-        torch.autograd.graph.increment_version(compress(state.parameters, changes))
+        for parameter in compress(state.parameters, changes):
+            # It may be saved for a backward(), which must not use the new values.
+            torch.autograd.graph.increment_version(parameter)
 
     @property
     def _group(self) -> Group:
