@@ -172,8 +172,8 @@ void every_call(const Threads& thread) {
     thread("register", [&] { group->register_bucket(windows); });
     thread("split", [&] { part = group->split(0, 0, 2); });
     thread("allreduce", [&] { group->allreduce({tensor}, Op::kSum, Wire::kFloat16, 1.0, {}, 2.0); });
-    thread("broadcast", [&] { group->broadcast({buffer}, 0); });
-    thread("allgather", [&] { group->allgather(buffer, {buffer, buffer}); });
+    thread("broadcast", [&] { group->broadcast({{buffer}, {}}); });
+    thread("allgather", [&] { group->broadcast({{buffer}, {buffer}}); });
     thread("alltoall", [&] { group->alltoall({buffer, buffer}, {buffer, buffer}); });
     thread("check", [&] { group->check(); });
     thread("fail", [&] { part->fail("for a test"); });
