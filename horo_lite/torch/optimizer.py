@@ -126,9 +126,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     element independently; then all ranks receive all parameters, as many bytes as a broadcast. The
     state is divided in the first step, which compares the ranks' parameters and state. After that
     `optimizer.state` cannot be read, and every rank has to call `state_dict()`, which returns the
-    state of all ranks on all of them; `load_state_dict()` accepts it in a world of any size. An
-    optimizer of these cannot be copied or pickled, and takes no part in join(): a rank without
-    samples calls set_weight(0), backward() and step() like the others.
+    state of all ranks on all of them; `load_state_dict()` accepts it in a world of any size. The
+    optimizer cannot be copied or pickled then, and no rank may leave the others by join(): one
+    without samples calls set_weight(0), backward() and step() like the others.
 
     If the ranks' batches are uneven, call `optimizer.set_weight(len(batch))` before backward(), on
     every rank or on none: the averages of this step are then over all samples. In other frameworks
@@ -161,6 +161,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             DistributedOptimizer, or names are incomplete.
         MismatchError: In backward() or step(), on every rank, if gradients, options or
             hyperparameters differ between ranks.
+        DriftError: In the first step with shard_state, on every rank, if their parameters or state
+            differ.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         is_class = isinstance(optimizer, type)
