@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from horo_lite.training.data import partition_dataset as partition_dataset
     from horo_lite.training.gradients import average_gradients as average_gradients
     from horo_lite.training.gradients import grad_and_average as grad_and_average
+    from horo_lite.training.micro_batches import MicroBatch as MicroBatch
+    from horo_lite.training.micro_batches import MicroBatches as MicroBatches
     from horo_lite.training.optimizer import DistributedOptimizer as DistributedOptimizer
 
 __version__ = "0.1.0"
@@ -70,6 +72,7 @@ _DEFINED_IN = {
         "AllocationError PeerLostError TooFewRanksError StallError LauncherError DeviceError "
         "CheckpointError JobError",
         "training.gradients": "average_gradients grad_and_average",
+        "training.micro_batches": "MicroBatch MicroBatches",
         "training.optimizer": "DistributedOptimizer",
         "start.stall": "announce stragglers Straggler",
         "start.trace": "start_timeline stop_timeline",

@@ -69,6 +69,8 @@ class World:
         cores: How many of its host's cores this rank has to itself: its share of those that it may
             use, within the limit of the control group.
         overlap: Whether gradients leave during backward(): "auto", "always" or "never"; see `init`.
+        threads: The number of threads of BLAS and OpenMP, if an argument or variable says it; None
+            if it is this rank's share of the host's cores.
     """
 
     rank: int
@@ -83,6 +85,7 @@ class World:
     group: Group = field(repr=False)
     cores: float = math.inf
     overlap: str = "auto"
+    threads: int | None = None
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the rank and the device."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -26,6 +26,22 @@ class Held:
 
     get: Callable[[], Any]
     set: Callable[[Any], object]
+
+
+class RunningStatistics(Protocol):
+    """Running statistics of normalization layers, for one micro-batch at a time."""
+
+    def begin(self) -> None:
+        """From now on, compute the statistics of each micro-batch alone."""
+
+    def take(self) -> np.ndarray[Any, Any]:
+        """Return those of the micro-batch that was computed last, in one dimension."""
+
+    def end(self) -> None:
+        """Restore the statistics as they were before `begin`."""
+
+    def fold(self, everyones: np.ndarray[Any, Any]) -> None:
+        """Update the statistics by those of all micro-batches, a row each, in their order."""
 
 
 NO_ORDER = -1
@@ -203,6 +219,16 @@ class Adapter:
 
     def set_state(self, optimizer: Any, state: Any) -> None:
         """Set the optimizer's state to what `state()` of another rank's optimizer returned."""
+
+    def seed(self, number: int) -> None:
+        """Seed the framework's random generators, with a number below 2^63."""
+
+    def running_statistics(self, model: Any) -> RunningStatistics:
+        """Return access to the running statistics of a model's normalization layers."""
+        raise TypeError(
+            f"{type(self).__name__} cannot read the running statistics of a "
+            f"{type(model).__name__}: model= is for models of PyTorch"
+        )
 
     makes_copies: bool = False
     """Whether it has `host_results` and `from_results`, because NumPy's memory is unsuitable."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from horo_lite.adapters.object import Adapter, Array, Held, Named
+from horo_lite.adapters.object import Adapter, Array, Held, Named, RunningStatistics
 
 # The attribute of a gradient that holds its version after backward() last added to it.
 _MARK = "_horo_lite_version"
@@ -128,6 +128,12 @@ class TorchAdapter(Adapter):
     def zeros_like(self, x: Any) -> Array:
         return torch.zeros_like(x.detach(), memory_format=torch.contiguous_format)
 
+    def seed(self, number: int) -> None:
+        torch.default_generator.manual_seed(number)  # torch.manual_seed() takes 1 ms
+
+    def running_statistics(self, model: Any) -> RunningStatistics:
+        return _RunningStatistics(model)
+
     def from_numpy(self, array: Any, like: Any) -> Any:
         if isinstance(array, torch.Tensor):
             return array
@@ -137,6 +143,60 @@ class TorchAdapter(Adapter):
         ):  # unknown to torch.from_numpy, as it is to NumPy
             return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).to(like.device)
         return torch.from_numpy(array).to(like.device)
+
+
+class _RunningStatistics:
+    """Those of BatchNorm layers; with a momentum of 1 they are a micro-batch's own."""
+
+    def __init__(self, model: Any) -> None:
+        self._layers: list[Any] = [
+            layer
+            for layer in model.modules()
+            if isinstance(layer, torch.nn.modules.batchnorm._BatchNorm)
+            and layer.track_running_stats
+            and layer.running_mean is not None
+        ]
+        self._before: list[tuple[list[Any], Any]] = []
+
+    def begin(self) -> None:
+        self._before = [([x.clone() for x in _buffers(n)], n.momentum) for n in self._layers]
+        for layer in self._layers:
+            layer.momentum = 1.0
+        self._clear()
+
+    def _clear(self) -> None:
+        for layer in self._layers:
+            for buffer in _buffers(layer):
+                buffer.zero_()
+
+    def take(self) -> np.ndarray[Any, Any]:
+        found = [x.double().numpy().ravel() for n in self._layers for x in _buffers(n)]
+        self._clear()
+        return np.concatenate([np.zeros(0), *found])
+
+    def end(self) -> None:
+        for layer, (before, momentum) in zip(self._layers, self._before, strict=True):
+            layer.momentum = momentum
+            for buffer, old in zip(_buffers(layer), before, strict=True):
+                buffer.copy_(old)
+
+    def fold(self, everyones: np.ndarray[Any, Any]) -> None:
+        rows = torch.from_numpy(everyones)
+        for layer in self._layers:
+            count, mean, var = _buffers(layer)
+            counts, means, variances, rows = rows.split(
+                [1, len(mean), len(mean), rows.shape[1] - 1 - 2 * len(mean)], dim=1
+            )
+            for ran, new_mean, new_var in zip(counts, means, variances, strict=True):
+                if ran:  # otherwise the layer was frozen, or not used
+                    count += 1
+                    momentum = 1 / int(count) if layer.momentum is None else layer.momentum
+                    mean.lerp_(new_mean.to(mean.dtype), momentum)
+                    var.lerp_(new_var.to(var.dtype), momentum)
+
+
+def _buffers(layer: Any) -> tuple[Any, Any, Any]:
+    return layer.num_batches_tracked, layer.running_mean, layer.running_var
 
 
 class _Changed(torch.autograd.Function):

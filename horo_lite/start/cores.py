@@ -155,9 +155,11 @@ THREAD_VARIABLES = (
 )
 
 
-def threads_chosen() -> bool:
-    """Return whether an environment variable sets the number of threads."""
-    return any(os.environ.get(name) for name in THREAD_VARIABLES)
+def threads_chosen() -> int | None:
+    """Return the number of threads that the first of these environment variables sets, if any."""
+    # OMP_NUM_THREADS may be a list, of which the first number is that of the outermost level.
+    texts = [os.environ.get(name, "").partition(",")[0].strip() for name in THREAD_VARIABLES]
+    return next((int(text) for text in texts if text.isdigit() and int(text)), None)
 
 
 def share(cores: Sequence[int], everyones: Sequence[Sequence[int]], quota: float) -> float:

@@ -30,7 +30,7 @@ from horo_lite.start import (
     stall,
     trace,
 )
-from horo_lite.start.cores import cores_of_process, take_cores
+from horo_lite.start.cores import cores_of_process, take_cores, threads_chosen
 from horo_lite.start.rank_info import Position, RankInfo, position_of
 from horo_lite.start.rendezvous import Rendezvous
 from horo_lite.start.rendezvous_spec import RendezvousSpec, is_one_host, rendezvous_spec
@@ -342,6 +342,7 @@ def _connected_session(settings: Settings, comm: Any, MPI: Any) -> Session:
     positions = [position_of(r, host_of_rank) for r in range(size)]
     position = positions[rank]
     device = _take_device(everyone, host_of_rank, positions, rank)
+    threads = settings.threads or threads_chosen()
     cores, restore_threads = take_cores(
         rank,
         [r for r, host in enumerate(host_of_rank) if host == host_of_rank[rank]],
@@ -375,6 +376,7 @@ def _connected_session(settings: Settings, comm: Any, MPI: Any) -> Session:
         group=Group(links.transport, links.watchdog),
         cores=cores,
         overlap=settings.overlap,
+        threads=threads,
     )
     # After mpi4py was imported, so that it runs before MPI is finalised.
     atexit.register(_at_exit)

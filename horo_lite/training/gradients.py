@@ -64,7 +64,7 @@ def average_gradients(
         TypeError: A leaf, which it names, is not an array.
     """
     options = Options(op=op, compression=compression, group=group)
-    tree = Tree(gradients, "gradients", opened=_opened)
+    tree = Tree(gradients, "gradients", opened=opened)
     names, arrays = [name for name, _ in tree.named], [leaf for _, leaf in tree.named]
     if is_traced(arrays):
         traced: T = import_module("horo_lite.jax").average_gradients(
@@ -143,7 +143,7 @@ def _transform(options: Options, names: list[str], name: str | None) -> Transfor
     return known[key]
 
 
-def _opened(tree: Any, path: str) -> Node | None:
+def opened(tree: Any, path: str) -> Node | None:
     """Return the contents of other containers: classes registered with JAX, and dataclasses."""
     if isinstance(tree, (dict, list, tuple, Mapping)):
         return None

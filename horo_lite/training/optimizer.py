@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 # The names of an optimizer's method that clears the gradients.
-_ZERO_GRAD = ("zero_grad", "reset_grad", "clear_grad")
+ZERO_GRAD = ("zero_grad", "reset_grad", "clear_grad")
 
 
 class DistributedOptimizer(Wrapper):
@@ -259,7 +259,7 @@ class DistributedOptimizer(Wrapper):
             return MethodType(_stepper(name), self)
         if name in own.finder.before_step:
             return MethodType(_before_step(name), self)
-        if name in _ZERO_GRAD:
+        if name in ZERO_GRAD:
             own.forget()
         return found
 
@@ -358,7 +358,7 @@ class _Own:
         Its gradients are cleared, since the first pass of the next step would be added to them.
         """
         self.step, self.is_skipping, self.reducer = _Step(), False, None
-        names = (name for name in _ZERO_GRAD if callable(getattr(self.inner, name, None)))
+        names = (name for name in ZERO_GRAD if callable(getattr(self.inner, name, None)))
         if (name := next(names, None)) is not None:
             getattr(self.inner, name)()
 
