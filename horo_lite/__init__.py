@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from horo_lite.state.broadcast import broadcast_optimizer_state as broadcast_optimizer_state
     from horo_lite.state.broadcast import broadcast_parameters as broadcast_parameters
     from horo_lite.state.drift import check_in_sync as check_in_sync
+    from horo_lite.state.drift import fingerprint as fingerprint
     from horo_lite.training.data import DistributedSampler as DistributedSampler
     from horo_lite.training.data import partition_dataset as partition_dataset
     from horo_lite.training.gradients import average_gradients as average_gradients
@@ -67,7 +68,7 @@ _DEFINED_IN = {
         "send recv isend irecv",
         "collectives.compression": "Compression Compressor",
         "training.data": "DistributedSampler partition_dataset",
-        "state.drift": "check_in_sync",
+        "state.drift": "check_in_sync fingerprint",
         "errors": "HoroLiteError NotInitializedError MismatchError DriftError NonFiniteError "
         "AllocationError PeerLostError TooFewRanksError StallError LauncherError DeviceError "
         "CheckpointError JobError",

@@ -8,13 +8,14 @@ import json
 import os
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import cpus
 import numpy as np
 import pytest
-from launch import Result, run_ranks
+from launch import Result, mpi_name, run_ranks
 from notebook import code_of
 from worlds import script_on_ranks
 
@@ -32,10 +33,17 @@ NUMPY = pytest.param("digits_numpy.py", id="numpy")
 TORCH = pytest.param("digits_torch.py", id="torch", marks=needs_torch)
 
 
-def run(example: str, np: int, *args: object) -> Result:
+def run(example: str, np: int, *args: object, options: Sequence[str] = ()) -> Result:
     """Return how the example ended; one rank runs without a launcher, as for most users."""
     arguments = [str(arg) for arg in args]
-    return run_ranks(EXAMPLES / example, np, args=arguments, launcher=np > 1, timeout_s=LIMIT_S)
+    return run_ranks(
+        EXAMPLES / example,
+        np,
+        args=arguments,
+        options=options,
+        launcher=np > 1,
+        timeout_s=LIMIT_S,
+    )
 
 
 def printed_by(example: str, np: int, *args: object) -> Result:
@@ -172,6 +180,20 @@ def test_training_that_is_killed_ends_with_the_same_bits() -> None:
     assert "the weights are bit-identical" in result.stdout
     assert result.stdout.count("epoch 1: test accuracy") == 2
     assert re.search(r"job failed.*: restart 1 of 1 in 1 s, from the commit", result.stderr)
+
+
+@pytest.mark.launches
+@pytest.mark.skipif(mpi_name() != "openmpi", reason="Open MPI's fault tolerance")
+def test_ranks_that_are_killed_leave_the_same_bits() -> None:
+    kills = "--kill", "1:5", "--kill", "2:9"
+    jobs = [
+        run("digits_same_bits.py", 1, "--steps", 15),
+        run("digits_same_bits.py", 4, "--steps", 15, *kills, options=["--with-ft", "ulfm"]),
+    ]
+    assert "4 rank(s) began, 2 ended, 15 steps" in jobs[1].check().stdout
+    assert jobs[1].stderr.count("was killed by signal 9") == 2
+    one, other = (re.findall(r"SHA-256 of the model (\w{64})", job.stdout) for job in jobs)
+    assert one == other != []
 
 
 def cupy_and_a_gpu() -> bool:

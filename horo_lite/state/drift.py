@@ -8,6 +8,7 @@ gradient is reported in the same way, with the plans of a step.)
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from horo_lite.state.broadcast import (
     is_writable,
     opened,
 )
-from horo_lite.state.optimizer_state import OptimizerState
+from horo_lite.state.optimizer_state import OptimizerState, in_host_memory
 from horo_lite.state.trees import NUMBERS, Node, Tree
 from horo_lite.transports.agreement import allgather_bytes
 
@@ -106,6 +107,28 @@ def check_in_sync(
         stateful=replica if len(named) > n_parameters else None,
         n_parameters=n_parameters,
     )
+
+
+def fingerprint(replica: Any, *, buffers: bool = False) -> str:
+    """Return a SHA-256 hash of `replica`: of the names, dtypes, shapes and bits of all its arrays.
+
+    Local: it waits for no other rank. Two runs have trained the same model if it is equal.
+
+    Args:
+        replica: The parameters, module or optimizer, as for `check_in_sync`.
+        buffers: Whether to include a module's buffers.
+
+    Returns:
+        64 hexadecimal digits.
+    """
+    digest = hashlib.sha256()
+    for name, leaf in _named(replica, buffers):
+        value = _value(name, in_host_memory(leaf))
+        digest.update(f"{name} {_spec(value)}\n".encode())
+        if not hasattr(value, "tobytes"):  # a tensor of a dtype that NumPy lacks
+            value = value.contiguous().reshape(-1).view(sys.modules["torch"].uint8).numpy()
+        digest.update(value.tobytes())
+    return digest.hexdigest()
 
 
 def check_reaction(on_drift: str) -> None:

@@ -541,11 +541,13 @@ class _Returned(_Source):
 
 def _in_host_memory(x: Any, name: str) -> NDArray[Any]:
     """Return an array as NumPy's; raise TypeError for what it cannot be."""
+    where = "arrays in a GPU's memory"
     if gpu_of(x) is None:
         array = np.asarray(x)
         if array.dtype.kind in "fc" or array.dtype.name == "bfloat16":
             return array
+        where = f"{array.dtype} arrays"
     raise TypeError(
         f"{name!r}: MicroBatches adds up gradients of floating-point numbers in host memory, not "
-        f"this {type(x).__name__}"
+        f"{where}"
     )
