@@ -164,7 +164,7 @@ def learned(np: int, rows: str, names: list[str]) -> dict[str, list[float]]:
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param(["any_framework"], id="numpy"),
+        pytest.param(["any_framework", "shard_state_numpy"], id="numpy"),
         pytest.param(
             ["clip", "accumulate", "mixed_precision", "uneven", "shard_state"],
             id="torch",

@@ -65,6 +65,7 @@ def register_adapter(adapter: Adapter) -> None:
     `Adapter` has defaults for the rest, which some frameworks need to override:
 
         before_step = ("clip",)                     # methods that need the averages before a step
+        clear_gradient(weight)                      # if set_gradient(weight, None) does not do it
         takes_closure = False                       # a callable passed to a step is not a closure
         is_filled_later = True                      # optimizers may be wrapped without parameters
         array_types = (tiny.Array,)                 # arrays with neither DLPack nor a buffer

@@ -105,6 +105,10 @@ class NnablaAdapter(Adapter):
         "weight_decay", "clip_grad_by_norm", "scale_grad",
         "check_inf_grad", "check_nan_grad", "check_inf_or_nan_grad",
     )  # fmt: skip
+    of_all = (
+        "get_parameters", "set_parameters", "remove_parameters", "clear_parameters",
+        "get_states", "set_states", "save_states", "load_states",
+    )  # fmt: skip
     takes_closure = False  # update() takes hooks
     is_filled_later = True
 
@@ -130,6 +134,9 @@ class NnablaAdapter(Adapter):
 
     def set_gradient(self, parameter: Any, array: Array) -> None:
         parameter.grad.data = array
+
+    def clear_gradient(self, parameter: Any) -> None:
+        parameter.grad.zero()
 
     def watch(self, digest: Callable[[], object]) -> Callable[[], bool]:
         if not _hooks:

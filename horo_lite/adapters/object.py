@@ -44,6 +44,9 @@ class RunningStatistics(Protocol):
         """Update the statistics by those of all micro-batches, a row each, in their order."""
 
 
+ZERO_GRAD = ("zero_grad", "reset_grad", "clear_grad")
+"""The names of an optimizer's method that clears the gradients."""
+
 NO_ORDER = -1
 """DLPack's value for: no stream needs to wait for another."""
 
@@ -63,6 +66,9 @@ class Adapter:
     before_step: tuple[str, ...] = ()
     """Its methods that need averaged gradients, such as one that clips them: the first call of one
     averages, and the step does not average again."""
+
+    of_all: tuple[str, ...] = ()
+    """Its other methods that are about all of its parameters: not for one that has only some."""
 
     takes_closure: bool = True
     """Whether a callable that is passed to a step computes the gradients."""
@@ -148,6 +154,13 @@ class Adapter:
         else:
             holder, attribute, old = _cell(parameter, "grad")
             setattr(holder, attribute, adapters.from_numpy(array, old))
+
+    def clear_gradient(self, parameter: Parameter) -> None:
+        """Remove the gradient, so that there is none."""
+        if hasattr(parameter, "grad"):
+            parameter.grad = None
+        else:
+            self.set_gradient(parameter, None)
 
     def value(self, parameter: Parameter) -> Array:
         """Return the parameter's own memory."""

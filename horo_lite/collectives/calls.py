@@ -348,7 +348,7 @@ class AllGatherInPlace(Call[None]):
     """Copy each array, in place, from the rank that owns it to all ranks.
 
     Attributes:
-        owners: The owner of each array, as a rank of the group.
+        owners: The owner of each array, which has dimensions, as a rank of the group.
         names: The arrays' names, compared, and used in messages.
     """
 
@@ -371,6 +371,8 @@ class AllGatherInPlace(Call[None]):
 
     def move(self, part: Part, transport: Transport, headers: Sequence[Header]) -> Finish[None]:
         memory, owners = part.memory, self.owners
+        if memory.tensors.layout:
+            memory.use_c_order()  # rows are
         memory.begin()
         n_rows = [memory.tensors.shape(i)[0] for i in range(len(owners))]
         parts = [
@@ -380,7 +382,12 @@ class AllGatherInPlace(Call[None]):
             for rank in range(transport.size)
         ]
         transport.allgather(parts[transport.rank], parts)
-        return memory.end
+
+        def finish() -> None:
+            memory.end()
+            memory.write_back()
+
+        return finish
 
 
 @dataclass(frozen=True)

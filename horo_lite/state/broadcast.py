@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from inspect import GEN_CREATED, getgeneratorstate, isgenerator
 from typing import TYPE_CHECKING, Any
 
@@ -61,33 +61,16 @@ def broadcast_parameters(params: Any, root_rank: int = 0, *, group: Group | None
         )
     tree = Tree(params, opened=_received_by)
     arrays = [(name, x) for name, x in tree.named if not isinstance(x, NOT_ARRAYS)]
-    values = [_value(name, leaf) for name, leaf in arrays]
-    targets = [value if is_writable(value) else np.array(value) for value in values]
-    # The copy of a number is in host memory, even if other values are on a GPU.
-    for here in (None, *sorted({gpu for gpu in map(gpu_of, targets) if gpu is not None})):
-        chosen = [i for i, target in enumerate(targets) if gpu_of(target) == here]
-        if chosen or here is None:
-            ops.grouped_broadcast_(
-                [targets[i] for i in chosen],
-                root_rank,
-                names=[arrays[i][0] for i in chosen],
-                group=group,
-            )
-    # On the root as well, so that an error that this causes in a framework is raised on all ranks.
-    changed(
-        [
-            x
-            for (_, x), target, value in zip(arrays, targets, values, strict=True)
-            if target is value
-        ]
-    )
+    places = Places(arrays)
+    for chosen in places.by_device():
+        ops.grouped_broadcast_(
+            [places.targets[i] for i in chosen],
+            root_rank,
+            names=[arrays[i][0] for i in chosen],
+            group=group,
+        )
     is_root = group.rank == root_rank
-    received = iter(
-        [
-            _received(leaf, target, value, is_root)
-            for (_, leaf), target, value in zip(arrays, targets, values, strict=True)
-        ]
-    )
+    received = iter(places.received([is_root] * len(arrays)))
     objects = [x for _, x in tree.named if isinstance(x, Held)]
     if objects:
         mine = [in_host_memory(held.get()) for held in objects] if is_root else []
@@ -95,6 +78,38 @@ def broadcast_parameters(params: Any, root_rank: int = 0, *, group: Group | None
         for held, state in zip(objects, theirs, strict=True) if not is_root else ():
             held.set(state)
     return tree.written(x if isinstance(x, NOT_ARRAYS) else next(received) for _, x in tree.named)
+
+
+class Places:
+    """Where ranks receive the values of named leaves: in their own memory, or in copies of them.
+
+    Attributes:
+        targets: For each leaf, what an operation writes in place.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, Any]]) -> None:
+        self._leaves = [leaf for _, leaf in named]
+        self._values = [_value(name, leaf) for name, leaf in named]
+        self.targets = [x if is_writable(x) else np.array(x) for x in self._values]
+
+    def by_device(self) -> list[list[int]]:
+        """Return the positions of the targets in host memory, maybe none, then those on each GPU.
+
+        The copy of a number is in host memory, even if other values are on a GPU.
+        """
+        where = [gpu_of(target) for target in self.targets]
+        gpus = sorted({gpu for gpu in where if gpu is not None})
+        return [[i for i, gpu in enumerate(where) if gpu == here] for here in (None, *gpus)]
+
+    def received(self, is_mine: Sequence[bool]) -> list[Any]:
+        """Return the leaves with the values in the targets, as the same objects if possible.
+
+        `is_mine` says of each leaf whether the value is this rank's own. Frameworks are told of
+        these, too, so that an error that this causes in one is raised on all ranks.
+        """
+        triples = list(zip(self._leaves, self.targets, self._values, strict=True))
+        changed([leaf for leaf, target, value in triples if target is value])
+        return [_received(*triple, mine) for triple, mine in zip(triples, is_mine, strict=True)]
 
 
 # None and strings in a tree are not parameters, and are left unchanged.

@@ -13,7 +13,7 @@ from horo_lite.adapters import Adapter, adapter_of, changed, from_numpy, to_host
 from horo_lite.adapters.object import Named, is_array
 from horo_lite.collectives.arrays import gpu_of
 from horo_lite.state.trees import NUMBERS, Tree, in_brackets, mapped, overwritten, repeats
-from horo_lite.state.wrapper import unwrapped
+from horo_lite.state.wrapper import is_divided, unwrapped
 
 
 def sharded_state(optimizer: Any) -> Any:
@@ -22,8 +22,10 @@ def sharded_state(optimizer: Any) -> Any:
     Its `state_dict()` is then collective. The attribute `is_lost` says whether the ranks that had
     the parts are no longer those of a world.
     """
-    state = getattr(optimizer, "state", None)
-    return state if getattr(state, "is_sharded", False) else None
+    for state in (optimizer, getattr(optimizer, "state", None)):
+        if getattr(state, "is_sharded", False) is True:
+            return state
+    return None
 
 
 class OptimizerState:
@@ -33,11 +35,11 @@ class OptimizerState:
     `set_state`), the optimizer itself (`state_dict`, `load_state_dict`), or its attributes. An
     attribute is state if it is a number, an array, or a list, tuple or dict of these, and contains
     no parameter; keys that are parameters, or the `id()` of one, stand for the parameter's
-    position.
+    position. `named` are its parameters, if it is not asked for them.
     """
 
-    def __init__(self, optimizer: Any) -> None:
-        self._inner, self._named = unwrapped(optimizer)
+    def __init__(self, optimizer: Any, named: Named | None = None) -> None:
+        self._inner, self._named = unwrapped(optimizer) if named is None else (optimizer, named)
         self._finder = self._adapter = adapter_of(self._inner)
         if type(self._finder) is Adapter and self._named:
             self._adapter = adapter_of(self._named[0][1])
@@ -55,7 +57,7 @@ class OptimizerState:
             or is_module
             or not (
                 any(callable(getattr(inner, name, None)) for name in steps)
-                or self._finder.state(inner) is not None
+                or self._kept() is not None
             )
         ):
             raise TypeError(
@@ -72,7 +74,7 @@ class OptimizerState:
 
     def read(self) -> Any:
         """Return the state, in picklable form, for `write` on any rank."""
-        kept = self._finder.state(self._inner)
+        kept = self._kept()
         if kept is not None:
             return kept
         return in_host_memory(self._inner.state_dict()) if self._has_dict else self._attributes()
@@ -80,7 +82,9 @@ class OptimizerState:
     def write(self, state: Any) -> None:
         """Set the optimizer's state to one that was read; arrays are written in place."""
         inner = self._inner
-        if self._finder.state(inner) is not None:
+        if is_divided(inner):
+            inner.load_state_dict(state)
+        elif self._kept() is not None:
             self._finder.set_state(inner, state)
         elif self._has_dict:
             before = [dict(options) for options in getattr(inner, "param_groups", ())]
@@ -101,11 +105,15 @@ class OptimizerState:
         """Return its arrays, not copied, and numbers, named after their parameters."""
         names = [name for name, _ in self._named]
         state: Any
-        if (kept := self._finder.state(self._inner)) is not None:
+        if (kept := self._kept()) is not None:
             state = kept if isinstance(kept, dict) else {"state": kept}
         elif self._has_dict:
             state = dict(self._inner.state_dict())
-            if isinstance(state.get("state"), dict):  # torch's, keyed by the parameters' positions
+            if is_divided(self._inner):
+                names = ["parameter"]  # each has a state of its own, in which it is the only one
+            elif isinstance(
+                state.get("state"), dict
+            ):  # torch's, keyed by the parameters' positions
                 state["state"] = {
                     names[key] if isinstance(key, int) and key < len(names) else key: value
                     for key, value in state["state"].items()
@@ -123,6 +131,10 @@ class OptimizerState:
             kind = type(self._inner).__name__
             raise ValueError(f"state=True is for optimizers: a {kind} has no optimizer state")
         return found
+
+    def _kept(self) -> Any | None:
+        """Return the state as the optimizer's adapter provides it, or None."""
+        return None if is_divided(self._inner) else self._finder.state(self._inner)
 
     # Attributes.
 

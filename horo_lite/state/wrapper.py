@@ -34,6 +34,18 @@ class Wrapper:
     _own: Wrapped
 
 
+class Divided:
+    """Base of what stands for an optimizer, and has several, each of one parameter.
+
+    The state of all is what its `state_dict()` returns, by the parameters' names.
+    """
+
+
+def is_divided(optimizer: Any) -> bool:
+    """Return whether it is a Divided; isinstance() would use the class that it shows."""
+    return issubclass(type(optimizer), Divided)
+
+
 def wrapped(obj: Any) -> Wrapped | None:
     """Return the state of a wrapper itself; None for anything else."""
     # isinstance() would use __class__, which is the inner one's.

@@ -16,25 +16,29 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain, compress
+from itertools import compress
 from operator import is_
 from typing import Any, NoReturn
 
 import torch
 
-from horo_lite.adapters.object import is_array
-from horo_lite.collectives.calls import AllGatherInPlace, Compare, Part
 from horo_lite.collectives.group import Group
 from horo_lite.errors import warn
-from horo_lite.ops import allgather_object
-from horo_lite.state import drift
 from horo_lite.state.optimizer_state import in_host_memory
-from horo_lite.state.trees import NUMBERS, Tree, in_brackets, mapped
+from horo_lite.state.trees import mapped
 from horo_lite.torch.exchange import GradientExchange
 from horo_lite.torch.slots import is_sparse
 from horo_lite.training.gradient_memory import tensors_of
 from horo_lite.training.options import Options
-from horo_lite.training.sharding import Piece, divide
+from horo_lite.training.sharding import (
+    Piece,
+    check_not_lost,
+    collected,
+    compare_division,
+    divide,
+    receive,
+    without_closure,
+)
 
 _ELEMENTS = "elements"
 _PARAMETERS = "parameters"
@@ -163,13 +167,11 @@ class ShardedUpdate(GradientExchange):
     ) -> Any:
         """Update this rank's share of the parameters, and receive the others'."""
         loss = None
-        closure = next(filter(callable, (*args[:1], kwargs.get("closure"))), None)
+        closure, args, kwargs = without_closure(args, kwargs)
         if closure is not None:
             # Called here, since it may use the optimizer as the user knows it.
             with torch.enable_grad():
                 loss = closure()
-            args = args[1:] if args and args[0] is closure else args
-            kwargs = {name: value for name, value in kwargs.items() if name != "closure"}
         state = self._shard()
         state.follow_parameters()
         changes = [self._updates_all or p.grad is not None for p in state.parameters]
@@ -221,9 +223,8 @@ class ShardedUpdate(GradientExchange):
         pieces = [state.pieces[i] for i in sent]
         names = [self.slots[piece.parameter].name for piece in pieces]
         label = f"parameters of optimizer {self.reducer.number}, {self.position}"
-        call = AllGatherInPlace(label, [piece.owner for piece in pieces], names)
-        part = Part(self._group.memory([state.views[i] for i in sent]), label=label)
-        self._group.run(call, part)
+        owners = [piece.owner for piece in pieces]
+        receive(self._group, label, owners, names, [state.views[i] for i in sent])
         for parameter in compress(state.parameters, changes):
             # It may be saved for a backward(), which must not use the new values.
             torch.autograd.graph.increment_version(parameter)
@@ -246,7 +247,7 @@ class ShardedUpdate(GradientExchange):
                 and all(p.grad is None for p in state.left_out)
                 and _layouts(parameters) == state.layouts
             ):
-                self._check_not_lost(state)
+                check_not_lost(state.group, self.group)
                 return state
             self.collect()
             state = self._attributes["state"]
@@ -290,13 +291,10 @@ class ShardedUpdate(GradientExchange):
             f" rank {owner}"
             for i, start, stop, owner in pieces
         ]
-        text = "\n".join([label, f"{self._base.__name__} by {self._independent}", *dealt])
-        self._group.run(Compare(label, text), Part())
-        state = {slot.name: self._attributes["state"].get(slot.parameter) for slot in self.slots}
-        leaves = Tree(state, join=in_brackets).named
+        how = f"{self._base.__name__} by {self._independent}"
         named = [(slot.name, slot.parameter) for slot in self.slots]
-        named += [(name, x) for name, x in leaves if isinstance(x, NUMBERS) or is_array(x)]
-        drift.compare(named, group=self._group, on_drift="raise")
+        state = {slot.name: self._attributes["state"].get(slot.parameter) for slot in self.slots}
+        compare_division(self._group, label, [how, *dealt], named, lambda: state)
 
     def _check_shardable(self) -> None:
         """Raise ValueError for parameters that cannot be dealt to ranks."""
@@ -314,25 +312,16 @@ class ShardedUpdate(GradientExchange):
                 f"and {filled[k].name!r} do: use one parameter in both places"
             )
 
-    def _check_not_lost(self, state: ShardedState) -> None:
-        if state.is_lost or state.group is not self.group:
-            raise RuntimeError(
-                "the ranks have changed since the optimizer's state was divided between them "
-                "(shard_state=True), so parts of it are lost: load a state_dict() that was "
-                "collected before, on every rank, and continue from there"
-            )
-
     def collect(self) -> None:
         """Make a sharded state whole, in host memory. Collective in that case."""
         state = self._attributes["state"]
         if not isinstance(state, ShardedState):
             return
-        self._check_not_lost(state)
+        check_not_lost(state.group, self.group)
         pairs = zip(state.mine, state.tensors, strict=True)
         mine = {piece: in_host_memory(state.own[t]) for piece, t in pairs if t in state.own}
         label = f"state_dict() of optimizer {self.reducer.number}, with shard_state=True"
-        everyone = allgather_object(mine, name=label, group=self._group)
-        of_piece = dict(chain.from_iterable(rank.items() for rank in everyone))
+        of_piece = collected(self._group, label, mine)
         of_parameter: dict[int, list[Any]] = {}
         for piece in sorted(of_piece):
             of_parameter.setdefault(piece.parameter, []).append(of_piece[piece])

@@ -25,7 +25,7 @@ from threadpoolctl import ThreadpoolController
 
 from horo_lite import context
 from horo_lite.adapters import Adapter, adapter_of, changed, from_numpy, to_host
-from horo_lite.adapters.object import Named
+from horo_lite.adapters.object import ZERO_GRAD, Named
 from horo_lite.collectives.arrays import gpu_of
 from horo_lite.collectives.calls import Compare, Part
 from horo_lite.collectives.group import Group
@@ -35,7 +35,6 @@ from horo_lite.state.wrapper import Sharing, wrapped
 from horo_lite.training.data import Indices, length_of, non_negative, sample_order
 from horo_lite.training.gradients import opened
 from horo_lite.training.hyperparameters import hyperparameters_of
-from horo_lite.training.optimizer import ZERO_GRAD
 from horo_lite.training.summation_tree import (
     Flat,
     Subtree,

@@ -9,14 +9,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from horo_lite._native import Tensors, fingerprints
 from horo_lite.adapters import Adapter, adapter_of, to_host
-from horo_lite.adapters.object import Named, name_leaves
+from horo_lite.adapters.object import ZERO_GRAD, Named, name_leaves
 from horo_lite.collectives.arrays import Array, copy_of, gpu_of
 from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.reductions import Average, Op
@@ -26,14 +26,16 @@ from horo_lite.state.wrapper import Wrapper
 from horo_lite.training.hyperparameters import hyperparameters_of
 from horo_lite.training.options import Options, averaging
 from horo_lite.training.reducer import Reducer
+from horo_lite.training.sharded_optimizer import (
+    ShardedOptimizer,
+    Shares,
+    is_factory,
+)
 
 if TYPE_CHECKING:
     from horo_lite.collectives.group import Group
 
 T = TypeVar("T")
-
-# The names of an optimizer's method that clears the gradients.
-ZERO_GRAD = ("zero_grad", "reset_grad", "clear_grad")
 
 
 class DistributedOptimizer(Wrapper):
@@ -69,6 +71,9 @@ class DistributedOptimizer(Wrapper):
             names the last one, which a backward pass reaches first. Reads the gradients once more
             (4 ms for 100 MB), in host memory only; off by default. Do not use it with loss scalers
             (GradScaler), which produce inf in normal operation.
+        shard_state: keep on each rank the optimizer's state (momenta, variances) of a share of the
+            parameters only. `optimizer` is then a function that makes one, see below; for an
+            optimizer of torch, see `horo_lite.torch.DistributedOptimizer`.
 
     For an optimizer of torch, this returns `horo_lite.torch.DistributedOptimizer`, and likewise
     those of this package's modules for JAX, Keras and MLX. With torch, gradients are averages when
@@ -81,6 +86,21 @@ class DistributedOptimizer(Wrapper):
     optimizer has torch parameters, changing their gradients in place between backward() and step()
     is a RuntimeError. `step()` after `synchronize()` never averages twice. Several backward passes
     may add to the gradients before either is called.
+
+    With shard_state=True, each rank has an optimizer of its own for every parameter of its share,
+    about 1/N of all on N ranks:
+
+        hvd.DistributedOptimizer(lambda p: Adam(p, lr=0.1), parameters=net.params, shard_state=True)
+
+    The function is called with a container like `parameters`, in which one parameter is left. So an
+    optimizer sees no other parameter: norms over all of them, as for clipping, must be computed
+    between `synchronize()` and the step. Each rank updates its parameters, and receives the others.
+    Bits are those of one optimizer. Attributes are read from this rank's first optimizer, set on
+    all, and methods are called on all; `zero_grad()` clears all gradients. From the first step on,
+    every rank has to call `state_dict()`: it returns the state of all parameters, by name, which
+    `load_state_dict()` accepts in a world of any size. The first step compares the ranks'
+    parameters. The wrapper cannot be copied or pickled, nor its parameters be replaced by others,
+    and no rank may leave the others by join().
 
     Costs two handshakes per step in addition to the bytes. If parameters, gradients, options,
     learning rates (`lr`, `learning_rate`) or other numbers in `param_groups` differ between ranks,
@@ -119,6 +139,7 @@ class DistributedOptimizer(Wrapper):
         check_every: int | None = None,
         on_drift: str = "raise",
         check_finite: str | None = None,
+        shard_state: bool | str = False,
     ) -> None:
         if type(optimizer) is DistributedOptimizer:
             raise TypeError("this optimizer is already a DistributedOptimizer: wrap it only once")
@@ -126,6 +147,7 @@ class DistributedOptimizer(Wrapper):
         is_kept = parameters is None or isinstance(parameters, (list, tuple, Mapping))
         if not is_kept and not callable(parameters):
             parameters = list(parameters)
+        named_parameters = list(named_parameters or ())
         options = Options(
             op=op,
             compression=compression,
@@ -135,11 +157,20 @@ class DistributedOptimizer(Wrapper):
             check_every=check_every,
             on_drift=on_drift,
             check_finite=check_finite,
+            shard_state=shard_state,
         )
+        if shard_state:
+            _check_sharded(optimizer, parameters, shard_state)
+            _check_named(named_parameters, "named_parameters")
+            if not isinstance(parameters, (list, tuple, Mapping)):
+                parameters = parameters()
+            found = partial(_named, parameters, named_parameters)
+            shares = Shares(optimizer, parameters, found, lambda: options.ranks)
+            optimizer = ShardedOptimizer(shares)
         own = _Own(
             inner=optimizer,
             parameters=parameters,
-            named_parameters=list(named_parameters or ()),
+            named_parameters=named_parameters,
             options=options,
             drift=DriftCheck(options.check_every or 0, on_drift),
         )
@@ -279,7 +310,7 @@ class DistributedOptimizer(Wrapper):
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        return type(self._own.inner)
+        return self._own.inner.__class__
 
     def __dir__(self) -> list[str]:
         return sorted({*dir(type(self)), *dir(self._own.inner)})
@@ -371,7 +402,8 @@ class _Own:
             why = "it is a class" if is_class else f"it has no {steps}"
             raise TypeError(
                 f"{self.inner!r} is not an optimizer: {why}. DistributedOptimizer wraps an "
-                "optimizer object; if its methods have other names, see register_adapter"
+                "optimizer object; if its methods have other names, see register_adapter; a "
+                "function that makes optimizers is for shard_state=True"
             )
         if not self.named() and not self.finder.is_filled_later:
             raise ValueError(
@@ -402,13 +434,8 @@ class _Own:
         """Return the current named parameters: groups may have been added."""
         parameters = self.parameters() if callable(self.parameters) else self.parameters
         if parameters is not None:
-            found = name_leaves(parameters, "parameters")
-        else:
-            found = self.finder.parameters(self.inner)
-        names = {id(parameter): name for name, parameter in self.named_parameters}
-        if not found or not names:
-            return found or self.named_parameters
-        return [(names.get(id(parameter), name), parameter) for name, parameter in found]
+            return _named(parameters, self.named_parameters)
+        return _renamed(self.finder.parameters(self.inner), self.named_parameters)
 
     def begin(self, named: Named, weight: float | None) -> Reducer:
         """Return the reducer of this step, which accepts gradients from now on."""
@@ -543,6 +570,35 @@ def _rebuilt(own: _Own) -> DistributedOptimizer:
     optimizer = object.__new__(DistributedOptimizer)
     object.__setattr__(optimizer, "_own", own)
     return optimizer
+
+
+def _named(parameters: Any, named_parameters: Named) -> Named:
+    """Return the parameters in nested dicts, lists and tuples, with names, if there are any."""
+    return _renamed(name_leaves(parameters, "parameters"), named_parameters)
+
+
+def _renamed(found: Named, named_parameters: Named) -> Named:
+    names = {id(parameter): name for name, parameter in named_parameters}
+    if not found or not names:
+        return found or named_parameters
+    return [(names.get(id(parameter), name), parameter) for name, parameter in found]
+
+
+def _check_sharded(factory: Any, parameters: Any, shard_state: bool | str) -> None:
+    """Raise unless optimizers can be made of single parameters."""
+    example = "DistributedOptimizer(lambda parameters: Adam(parameters), parameters=…)"
+    if shard_state == "elements":
+        raise ValueError(
+            'shard_state="elements" is for optimizers of PyTorch: others update whole parameters, '
+            "so pass shard_state=True"
+        )
+    if not is_factory(factory):
+        raise TypeError(
+            "with shard_state=True, each rank has an optimizer for each parameter of its share: "
+            f"pass a function that makes them, and not a {type(factory).__name__}: {example}"
+        )
+    if parameters is None:
+        raise TypeError(f"shard_state=True needs all parameters, a list or a dict: {example}")
 
 
 def _check_named(named: Iterable[Any], whose: str) -> None:

@@ -1,9 +1,26 @@
-"""Which rank updates which part of the parameters, if each has only its share of the state."""
+"""What all optimizers share whose state is divided between the ranks (shard_state=True).
+
+Which rank updates which part of the parameters, what the ranks compare before they divide a state,
+how they receive the parameters that others have updated, and how they collect the state.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from horo_lite.adapters.object import is_array
+from horo_lite.collectives.calls import AllGatherInPlace, Compare, Part
+from horo_lite.ops import allgather_object
+from horo_lite.state import drift
+from horo_lite.state.trees import NUMBERS, Tree, in_brackets
+
+if TYPE_CHECKING:
+    from horo_lite.collectives.group import Group
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 GRAIN = 64
 """Parameters are cut at multiples of this number of elements, so that vectorized loops over a piece
@@ -57,3 +74,65 @@ def divide(sizes: Sequence[int], may_cut: Sequence[bool], n_ranks: int) -> list[
             if start == size:
                 break
     return sorted(pieces)
+
+
+def compare_division(
+    group: Group,
+    label: str,
+    dealt: Iterable[str],
+    named: Sequence[tuple[str, Any]],
+    state: Callable[[], Any],
+    *,
+    is_new: bool = False,
+) -> None:
+    """Raise on every rank unless all divide the same parameters and state in the same way.
+
+    Args:
+        group: The ranks.
+        label: The operation's name.
+        dealt: What says how it is divided, for messages.
+        named: The parameters, whose values are compared.
+        state: Returns nested dicts and lists, whose numbers and arrays are compared.
+        is_new: Whether this rank's state is that before any step. If all are, they are equal.
+    """
+    text = "\n".join([label, *dealt])
+    headers = group.run(Compare(label, text), Part(number=int(not is_new)))
+    is_compared = any(header.count for header in headers)
+    leaves = Tree(state(), join=in_brackets).named if is_compared else []
+    found = [(name, x) for name, x in leaves if isinstance(x, NUMBERS) or is_array(x)]
+    drift.compare([*named, *found], group=group, on_drift="raise")
+
+
+def receive(
+    group: Group, label: str, owners: Sequence[int], names: Sequence[str], arrays: Sequence[Any]
+) -> None:
+    """Write into each array, of one device, what its owner has in it."""
+    call = AllGatherInPlace(label, owners, names)
+    group.run(call, Part(group.memory(arrays), label=label))
+
+
+def collected(group: Group, label: str, mine: Mapping[K, V]) -> dict[K, V]:
+    """Return the items of all ranks, each of which has others."""
+    everyone = allgather_object(dict(mine), name=label, group=group)
+    return dict(chain.from_iterable(rank.items() for rank in everyone))
+
+
+def check_not_lost(then: Group, now: Group | None) -> None:
+    """Raise RuntimeError unless the ranks that divided a state are those of now."""
+    if then.is_closed or then is not now:
+        raise RuntimeError(
+            "the ranks have changed since the optimizer's state was divided between them "
+            "(shard_state=True), so parts of it are lost: load a state_dict() that was "
+            "collected before, on every rank, and continue from there"
+        )
+
+
+def without_closure(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[[], Any] | None, tuple[Any, ...], dict[str, Any]]:
+    """Return the closure among a step's arguments, or None, and the other arguments."""
+    closure = next(filter(callable, (*args[:1], kwargs.get("closure"))), None)
+    if closure is not None:
+        args = args[1:] if args and args[0] is closure else args
+        kwargs = {name: value for name, value in kwargs.items() if name != "closure"}
+    return closure, args, kwargs

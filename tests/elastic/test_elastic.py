@@ -642,7 +642,9 @@ def test_an_exception_of_all_is_the_jobs_end() -> None:
 
 SHARDED = """
 import copy, os, signal
+import numpy as np
 import torch
+import horo_lite
 import horo_lite.torch as hvd
 from horo_lite.torch import elastic
 
@@ -661,9 +663,34 @@ def step(net, optimizer, batch):
     net(x).square().mean().backward()
     optimizer.step()
 
+# The same with a home-made optimizer, of which each rank has one for each of its parameters.
+class Weight:
+    def __init__(self, n):
+        self.data, self.grad = np.ones((n, 2)), None
+
+class Momentum:
+    def __init__(self, weights):
+        self.weights, self.velocity, self.lr = weights, [0 * w.data for w in weights], 0.5
+    def step(self):
+        for w, v in zip(self.weights, self.velocity):
+            v *= 0.5
+            v += w.grad
+            w.data -= self.lr * v
+
+weights = [Weight(n) for n in (3, 4, 5)]
+other = horo_lite.DistributedOptimizer(Momentum, parameters=weights, shard_state=True)
+
+def other_step(weights, optimizer, batch):
+    for w in weights:
+        w.grad = np.full(w.data.shape, float(batch))
+    optimizer.step()
+    optimizer.lr *= 0.5
+
 if TRAINED:  # so that the state is divided when it is first saved, and sent
     step(net, optimizer, 99)
-state = elastic.TorchState(net, optimizer, batch=0)
+    other_step(weights, other, 99)
+values = [w.data for w in weights]
+state = elastic.TorchState(net, optimizer, other=other, values=values, batch=0)
 
 @elastic.run
 def train(state):
@@ -672,14 +699,21 @@ def train(state):
             os.kill(os.getpid(), signal.SIGKILL)
         seen.append(state.batch)
         step(net, optimizer, state.batch)
+        other_step(weights, other, state.batch)
         state.batch += 1
         if state.batch % 3 == 0:
             state.commit()
 
 train(state)
 expected = torch.optim.Adam(alone.parameters(), lr=0.01)
+weights_alone = [Weight(n) for n in (3, 4, 5)]
+other_alone = Momentum(weights_alone)
 for batch in [99] * TRAINED + list(range(12)):
     step(alone, expected, batch)
+    other_step(weights_alone, other_alone, batch)
+assert other.lr == other_alone.lr
+for w, v in zip(weights, weights_alone, strict=True):
+    assert (w.data == v.data).all(), (w.data, v.data)
 for p, q in zip(net.parameters(), alone.parameters(), strict=True):
     torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
 print("ENDS", me, hvd.size(), seen, flush=True)

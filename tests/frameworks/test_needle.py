@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from contract import Contract
+from contract import Divisible
 from digits_runs import EXAMPLES, accuracy_of
 from launch import run_ranks, run_threads
 
@@ -51,7 +52,7 @@ class Turned(ndl.nn.Module):  # type: ignore[misc]
 
 
 @pytest.mark.shows("eager", "fp16")
-class TestNeedle(Contract):
+class TestNeedle(Divisible):
     threads = True
     face = hvd
     optimizers = ("momentum", "adam")
@@ -72,6 +73,9 @@ class TestNeedle(Contract):
         names = [name for name in vars(net) if name != "training"]
         params = net.parameters()
         return dict(zip(names if len(names) == len(params) else "abc", params, strict=True))
+
+    def parts(self, net: Any) -> Any:
+        return partial(ndl.optim.Adam, lr=0.01, eps=1e-3, weight_decay=0.01), net.parameters()
 
     def optimizer(self, kind: str, net: Any) -> Any:
         params = net.parameters()

@@ -193,6 +193,48 @@ found = clipped(hvd.DistributedOptimizer(momentum()), [half(p) for p in range(2)
 assert close(found, once) and same_bits(found)
 print("accumulated and clipped", flush=True)
 
+# With a solver for each parameter of this rank's share: the same bits, and a saved state goes on.
+def adam(parameters):
+    solver = S.Adam(0.01)
+    solver.set_parameters(parameters)
+    return solver
+def divided(parameters):
+    made.extend(parameters)
+    return adam(parameters)
+def go(solver, steps):
+    for step in steps:
+        x.d, t.d = IMAGES[step][shard], LABELS[step][shard]
+        loss.forward(clear_no_need_grad=True)
+        solver.zero_grad()
+        assert all(v.grad.zeroing for v in nn.get_parameters().values())
+        loss.backward(clear_buffer=True)
+        solver.update()
+        solver.set_learning_rate(solver.learning_rate() * 0.5)
+    return values()
+x, t, loss = model(BATCH // size)
+whole_state = go(hvd.DistributedOptimizer(adam(nn.get_parameters())), range(5))
+x, t, loss = model(BATCH // size)
+made = []
+solver = hvd.DistributedOptimizer(divided, parameters=nn.get_parameters(), shard_state=True)
+assert isinstance(solver, S.Solver) and solver.name == "Adam"
+go(solver, range(3))
+everyone = [name for names in hvd.allgather_object(made) for name in names]
+assert sorted(everyone) == sorted(nn.get_parameters()), everyone
+state = solver.state_dict()
+assert sorted(state) == sorted(everyone) and state["a/affine/W"][1]["a/affine/W"][0] == 3, state
+for method in (lambda: solver.clip_grad_by_norm(1.0), lambda: solver.save_states("states.h5")):
+    try:
+        method()
+    except TypeError as error:
+        assert "about all parameters" in str(error), error
+    else:
+        raise SystemExit("not refused")
+solver = hvd.DistributedOptimizer(divided, parameters=nn.get_parameters(), shard_state=True)
+solver.load_state_dict(state)
+found = go(solver, range(3, 5))
+assert close(found, whole_state, 0, 0) and same_bits(found)
+print("divided", flush=True)
+
 # fp16 on the wire: not the same, but close, and small gradients do not underflow.
 found = train(hvd.DistributedOptimizer(momentum(), compression=hvd.Compression.fp16), shard)
 assert close(found, whole, 1e-2, 1e-3) and same_bits(found)
@@ -214,7 +256,16 @@ print("fp16", flush=True)
 @pytest.mark.parametrize("size", [2, 3])
 def test_training_equals_one_process_on_the_whole_batch(size: int) -> None:
     result = run_ranks(TRAINING, size, timeout_s=LIMIT_S, env=EARLY).check()
-    for part in ("eager", "clipped", "uneven", "overlap", "passes", "and clipped", "fp16"):
+    for part in (
+        "eager",
+        "clipped",
+        "uneven",
+        "overlap",
+        "passes",
+        "and clipped",
+        "divided",
+        "fp16",
+    ):
         assert len(re.findall(rf"^.*{part}$", result.stdout, re.MULTILINE)) >= size, str(result)
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from contract import Contract, raises, samples
+from contract import Divisible, raises, samples
 from digits_runs import accuracy_of
 from worlds import on_ranks
 
@@ -41,7 +42,7 @@ def loss_of(net: Net, x: Any, y: Any) -> Any:
 
 
 @pytest.mark.shows("eager", "in place", "fp16")
-class TestTinygrad(Contract):
+class TestTinygrad(Divisible):
     env: ClassVar = ENV
     optimizers = ("momentum", "group")
     dtypes = ("float16",)
@@ -67,6 +68,9 @@ class TestTinygrad(Contract):
         if kind == "adam":
             return nn.optim.Adam(params, lr=0.01, eps=1e-3)
         return nn.optim.SGD(params, lr=1.0) if kind == "sgd" else nn.optim.SGD(params, 0.1, 0.9)
+
+    def parts(self, net: Any) -> Any:
+        return partial(nn.optim.Adam, lr=0.01, eps=1e-3), nn.state.get_parameters(net)
 
     def gradients(self, net: Any, optimizer: Any, x: Any, y: Any) -> Any:
         optimizer.zero_grad()

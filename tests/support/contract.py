@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import pickle
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
@@ -19,6 +20,7 @@ from launch import run_threads
 from worlds import on_ranks
 
 import horo_lite
+from horo_lite.adapters import adapter_of
 from horo_lite.collectives import arrays as memory
 from horo_lite.collectives.group import Group
 from horo_lite.state.wrapper import Sharing
@@ -323,6 +325,76 @@ class Contract:
             self.step(alone, opt_alone, self.gradients(alone, opt_alone, x, y))
         self.check_close(net, alone)
         self.check_alike(net, group)
+
+
+class Divisible(Contract):
+    """For optimizers whose state horo_lite.DistributedOptimizer(shard_state=True) divides."""
+
+    def parts(self, net: Any) -> tuple[Callable[[Any], Any], Any]:
+        """Return a function that makes an optimizer with a state, and the parameters for it."""
+        raise NotImplementedError
+
+    def test_a_divided_state_gives_the_same_bits(self) -> None:
+        self.run(self.division, 3)
+
+    def division(self, group: Group) -> None:
+        """Train, and go on from what has been saved."""
+        made: list[Any] = []
+
+        def sharded(net: Any) -> Any:
+            make, parameters = self.parts(net)
+
+            def noted(part: Any) -> Any:
+                made.append(part)
+                return make(part)
+
+            return self.face.DistributedOptimizer(
+                noted, parameters=parameters, shard_state=True, group=group
+            )
+
+        def step(net: Any, opt: Any, seed: int) -> None:
+            x, y = samples(4 * group.size, seed)
+            mine = slice(group.rank, None, group.size)
+            self.step(net, opt, self.gradients(net, opt, x[mine], y[mine]))
+
+        nets = [self.network(0) for _ in range(3)]
+        make, parameters = self.parts(nets[0])
+        named = self.arrays(nets[0]).items()
+        whole = self.face.DistributedOptimizer(
+            make(parameters), named_parameters=named, group=group
+        )
+        opt = sharded(nets[1])
+        for seed in range(4):
+            step(nets[0], whole, seed)
+            step(nets[1], opt, seed)
+        self.check_bits(nets[1], nets[0])
+        everyone = horo_lite.allgather_object(len(made), group=group)
+        assert sum(everyone) == max(group.size, len(self.arrays(nets[1])))
+        assert not self.has_class or isinstance(opt, type(whole.inner))
+        state = pickle.dumps([self.values(nets[1]), opt.state_dict()])
+        step(nets[1], opt, 5)
+        values, loaded = pickle.loads(state)
+        assert len(loaded) == len(values)
+        assert horo_lite.check_in_sync(opt, state=True, group=group)
+        other = sharded(nets[2])
+        for x, old in zip(values.values(), self.arrays(nets[2]).values(), strict=True):
+            self.assign(old, x)
+        other.load_state_dict(loaded)
+        step(nets[0], whole, 5)
+        step(nets[2], other, 5)
+        for net in nets[1:]:
+            self.check_bits(net, nets[0])
+            self.check_alike(net, group)
+
+    def assign(self, parameter: Any, value: np.ndarray) -> None:
+        """Set a parameter's value."""
+        adapter_of(parameter).set_value(parameter, value)
+
+    def check_bits(self, net: Any, other: Any) -> None:
+        mine, theirs = self.values(net), self.values(other)
+        assert [x.tobytes() for x in mine.values()] == [x.tobytes() for x in theirs.values()]
+        start = self.values(self.network(0))
+        assert all((x != start[name]).any() for name, x in mine.items())
 
 
 def _run(path: str, name: str, check: str) -> None:

@@ -12,6 +12,7 @@ import sys
 import numpy as np
 
 import horo_lite as hvd
+from horo_lite.adapters import to_host
 
 which, folder, *names = sys.argv[1:]
 sys.path.insert(0, folder)
@@ -33,11 +34,12 @@ def batches_for(name: str) -> list[tuple[np.ndarray, np.ndarray]]:
 
 learned = {}
 for name in names:
-    train = importlib.import_module(name).train
-    if name == "any_framework":
-        weight = importlib.import_module(name).Weight("w", np.full((3, 1), 0.5 + rank, "f4"))
-        train(weight, batches_for(name))
-        values = weight.w
+    snippet = importlib.import_module(name)
+    train = snippet.train
+    if hasattr(snippet, "Weight"):
+        weight = snippet.Weight("w", np.full((3, 1), 0.5 + rank, "f4"))
+        train(weight if name == "any_framework" else [weight], batches_for(name))
+        values = to_host(weight)
     else:
         import torch
 

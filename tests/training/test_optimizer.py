@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from contract import Contract
+from contract import Divisible
 from launch import run_threads
 from worlds import on_ranks
 
@@ -98,7 +98,7 @@ def close(net: dict[str, Parameter], expected: dict[str, Any]) -> bool:
 
 
 @pytest.mark.shows("eager", "in place", "fp16")
-class TestHomeMade(Contract):
+class TestHomeMade(Divisible):
     threads = True
     optimizers = ("momentum",)
     dtypes = ("float64", "float16")
@@ -119,6 +119,9 @@ class TestHomeMade(Contract):
 
     def optimizer(self, kind: str, net: Any) -> Any:
         return Momentum(net, lr=1.0 if kind == "sgd" else 0.1)
+
+    def parts(self, net: Any) -> Any:
+        return lambda parameters: Momentum(parameters, lr=0.1), net
 
     def gradients(self, net: Any, optimizer: Any, x: Any, y: Any) -> Any:
         x = x.reshape(len(x), -1)
