@@ -57,6 +57,9 @@ class TinygradAdapter(Adapter):
         self.compute([parameter])
         return None if parameter.grad is None else _memory(parameter.grad)
 
+    def seed(self, number: int) -> None:
+        Tensor.manual_seed(number)
+
     def set_gradient(self, parameter: Any, array: Array) -> None:
         parameter.grad = self.from_numpy(array, parameter)
 

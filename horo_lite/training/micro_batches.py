@@ -450,6 +450,8 @@ class _Held(_Source):
             )
         is_known = type(self._finder) is not Adapter
         self._adapter = self._finder if is_known else adapter_of(named[0][1])
+        for _, parameter in named:
+            self._adapter.value(parameter)  # a lazy framework has them before seeds change
 
     def _named(self) -> Named:
         if self._parameters is None:

@@ -49,7 +49,7 @@ def ranks(
     xla_flags: str = "",
 ) -> Result:
     code = f"{START}\nassert hvd.inside_jit() == {way!r}\n{code}\nprint('done', rank)\n"
-    env = {"HORO_LITE_INSIDE_JIT": way, "HORO_LITE_TEST_HOSTS": hosts}
+    env = {"HORO_LITE_INSIDE_JIT": way, "HORO_LITE_TEST_HOSTS": hosts, "HORO_LITE_THREADS": "1"}
     job_env = compilation(xla_flags, optimized=optimized)
     return script_on_ranks(code, np, env=env, job_env=job_env, timeout_s=180)
 
@@ -526,6 +526,30 @@ wider = equinox.tree_at(lambda net: net.layers[1].bias, found, jnp.zeros(2 + ran
 error = raised(lambda: horo_lite.average_gradients(wider))
 assert isinstance(error, horo_lite.MismatchError)
 assert "'layers[1].bias' float32[2], rank 1 has 'layers[1].bias' float32[3]" in str(error)
+
+# The bits of all ranks are those of one, also with random numbers.
+def noisy(net, x, key):
+    return (jax.vmap(net)(x) * jax.random.normal(key, (2,)) - x[:, :2]).std()
+
+def trained(group):
+    micro_batches, net = horo_lite.MicroBatches(4, seed=1, group=group), equinox.nn.MLP(
+        3, 2, 4, 1, key=jax.random.key(0)
+    )
+    gradient = equinox.filter_jit(equinox.filter_grad(noisy))
+    images = np.random.default_rng(0).standard_normal((20, 3), np.float32)
+    for step in range(4):
+        for batch in micro_batches(step):
+            rows = batch.rows(images)
+            batch.gradients = gradient(net, images[rows], jax.random.key(batch.seed))
+        averages = micro_batches.gradients
+        assert type(averages) is type(net) and averages.activation is None
+        net = equinox.apply_updates(net, jax.tree.map(lambda g: -0.1 * g, averages))
+    return [np.asarray(x) for x in jax.tree.leaves(net) if equinox.is_array(x)]
+
+alone = [hvd.new_group([r]) for r in range(size)][rank]
+together, alone = trained(None), trained(alone)
+assert [x.tobytes() for x in together] == [x.tobytes() for x in alone]
+assert (together[0] != np.asarray(net.layers[0].weight)).all()
 """,
         2,
     )

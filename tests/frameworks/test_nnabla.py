@@ -248,6 +248,27 @@ F.sum(w * (size * 2.0 ** (rank - 30))).backward()
 solver.update()
 assert np.all(w.d == -sum(2.0 ** (r - 30) for r in range(size))), w.d
 print("fp16", flush=True)
+
+# The bits of all ranks are those of one.
+def in_micro_batches(group):
+    x, t, loss = model(BATCH // 4)
+    solver = momentum()
+    solver.set_parameters(nn.get_parameters())
+    micro_batches = hvd.MicroBatches(4, solver, group=group)
+    for step in range(N_STEPS):
+        for batch in micro_batches(step):
+            rows = batch.rows(BATCH)
+            x.d, t.d = IMAGES[step][rows], LABELS[step][rows]
+            loss.forward(clear_no_need_grad=True)
+            loss.backward(clear_buffer=True)
+        solver.update()
+    return values()
+
+alone = [hvd.new_group([r]) for r in range(size)][rank]
+found = in_micro_batches(None)
+assert close(found, in_micro_batches(alone), 0, 0)
+assert close(found, whole) and not close(found, whole, 0, 0)
+print("micro-batches", flush=True)
 """
 )
 
@@ -255,7 +276,8 @@ print("fp16", flush=True)
 @pytest.mark.shows("eager", "overlap", "in place", "fp16")
 @pytest.mark.parametrize("size", [2, 3])
 def test_training_equals_one_process_on_the_whole_batch(size: int) -> None:
-    result = run_ranks(TRAINING, size, timeout_s=LIMIT_S, env=EARLY).check()
+    env = {**EARLY, "HORO_LITE_THREADS": "1"}
+    result = run_ranks(TRAINING, size, timeout_s=LIMIT_S, env=env).check()
     for part in (
         "eager",
         "clipped",
@@ -265,6 +287,7 @@ def test_training_equals_one_process_on_the_whole_batch(size: int) -> None:
         "and clipped",
         "divided",
         "fp16",
+        "micro-batches",
     ):
         assert len(re.findall(rf"^.*{part}$", result.stdout, re.MULTILINE)) >= size, str(result)
 

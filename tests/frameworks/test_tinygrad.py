@@ -198,6 +198,31 @@ def test_compiled_steps_exchange_in_between() -> None:
     on_ranks(compiled, 2, job_env=ENV, timeout_s=120)
 
 
+def micro_batches() -> None:
+    """The bits of all ranks are those of one, also with dropout."""
+    world = hvd.init(threads=1)
+    alone = [hvd.new_group([r]) for r in range(world.size)][world.rank]
+    found = []
+    for group in (None, alone):
+        Tensor.manual_seed(0)
+        net = Net()  # lazy until its values are used
+        opt = nn.optim.SGD(nn.state.get_parameters(net), lr=0.1)
+        batches = hvd.MicroBatches(4, opt, group=group)
+        x, y = samples(8, 1)
+        for step in range(2):
+            for batch in batches(step):
+                rows = batch.rows(x)
+                noisy = Tensor(x[rows]).dropout(0.3)
+                net(noisy).sparse_categorical_crossentropy(Tensor(y[rows])).backward()
+            opt.step()
+        found.append(hvd.fingerprint(net))
+    assert found[0] == found[1]
+
+
+def test_micro_batches_have_the_same_bits_on_any_number_of_ranks() -> None:
+    on_ranks(micro_batches, 3, job_env=ENV, timeout_s=120)
+
+
 def states() -> None:
     """Lazy tensors, and states that are saved, compared and sent, in their own objects."""
     rank = hvd.init().rank
