@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+from horo_lite.elastic.preemption import Preemption
 from horo_lite.elastic.recovery import HostsUpdatedInterrupt, run
 from horo_lite.elastic.sampler import Sampler
 from horo_lite.elastic.state import ArrayState, ObjectState, State
 
-__all__ = ["ArrayState", "HostsUpdatedInterrupt", "ObjectState", "Sampler", "State", "run"]
+__all__ = [
+    "ArrayState",
+    "HostsUpdatedInterrupt",
+    "ObjectState",
+    "Preemption",
+    "Sampler",
+    "State",
+    "run",
+]

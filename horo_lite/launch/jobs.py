@@ -18,6 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple, NoReturn, TextIO
@@ -346,18 +347,21 @@ class Job:
         failed_at = None
         grace_s = _GRACE_S if grace_s is None else grace_s
         launcher = LauncherWatch(self._launcher.pid)
+        # mpiexec passes these on to the ranks, which may have asked for them.
+        to_ranks = signal.SIGUSR1, signal.SIGUSR2
         try:
-            while True:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._launcher.wait(0.1)
-                    break
-                if failed_at is None and has_failed():
-                    failed_at = time.monotonic()
-                if failed_at is not None and time.monotonic() > failed_at + grace_s:
-                    break
-                if launcher.is_left_alone():
-                    self._print_error(launcher.words())
-                    break
+            with _handling(to_ranks, lambda number, _: self._launcher.send_signal(number)):
+                while True:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        self._launcher.wait(0.1)
+                        break
+                    if failed_at is None and has_failed():
+                        failed_at = time.monotonic()
+                    if failed_at is not None and time.monotonic() > failed_at + grace_s:
+                        break
+                    if launcher.is_left_alone():
+                        self._print_error(launcher.words())
+                        break
         finally:
             if self._launcher.poll() != 0:
                 self._end()
@@ -439,29 +443,34 @@ def lost_rank(said: str) -> str:
 
 
 @contextlib.contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """Make SIGTERM and SIGHUP raise SystemExit inside the block, so that the job is cleaned up.
+def _handling(
+    signals: Sequence[signal.Signals], handler: Callable[[int, FrameType | None], object]
+) -> Iterator[None]:
+    """Handle these signals inside the block.
 
     Has no effect on signals that are ignored (nohup) or have a handler, nor outside the main
     thread, which receives signals.
     """
-
-    def end(number: int, frame: FrameType | None) -> NoReturn:
-        raise SystemExit(128 + number)
-
     is_main = threading.current_thread() is threading.main_thread()
     changed = [
-        number
-        for number in (signal.SIGTERM, signal.SIGHUP)
-        if is_main and signal.getsignal(number) == signal.SIG_DFL
+        number for number in signals if is_main and signal.getsignal(number) == signal.SIG_DFL
     ]
     for number in changed:
-        signal.signal(number, end)
+        signal.signal(number, handler)
     try:
         yield
     finally:
         for number in changed:
             signal.signal(number, signal.SIG_DFL)
+
+
+def ended_by_signals() -> AbstractContextManager[None]:
+    """Make SIGTERM and SIGHUP raise SystemExit inside the block, so that the job is cleaned up."""
+
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    return _handling((signal.SIGTERM, signal.SIGHUP), end)
 
 
 # --- restarts -------------------------------------------------------------------------------------

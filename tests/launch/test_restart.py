@@ -350,6 +350,43 @@ def test_who_ends_the_launcher_wants_no_restart_and_finds_the_last_commit(tmp_pa
     assert "restart" not in result.stderr
 
 
+PREEMPTED = """
+import os, sys, time
+import horo_lite as hvd
+hvd.init()
+preemption = hvd.elastic.Preemption()
+state = hvd.elastic.State(step=0)
+state.read_checkpoint()
+state.sync()
+print("up", os.environ["HORO_LITE_RESTART"], "from", state.step, flush=True)
+while os.environ["HORO_LITE_RESTART"] == "0":
+    time.sleep(0.01)
+    state.step += 1
+    if preemption.requested():
+        state.commit()
+        print("<left after", state.step, ">", flush=True)
+        hvd.barrier()
+        sys.exit(75)
+print("end", flush=True)
+"""
+
+
+@pytest.mark.mpi
+def test_a_signal_to_the_launcher_ends_all_ranks_after_one_step_and_is_a_restart(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "train.py").write_text(PREEMPTED)
+    command = [sys.executable, "-m", "horo_lite", "-n", "2", "--restarts", "1", "train.py"]
+    with contextlib.closing(Job(command, environment({"TMPDIR": str(tmp_path)}), tmp_path)) as job:
+        job.wait_for("up 0", count=2)
+        os.kill(job.launcher.pid, signal.SIGUSR1)
+        result = job.wait(30).check()
+    left = re.findall(r"<left after (\d+) >", result.stdout)
+    assert len(left) == 2 and left[0] == left[1], str(result)  # noqa: PT018
+    assert result.stdout.count(f"up 1 from {left[0]}\n") == result.stdout.count("end\n") == 2
+    assert "the job failed (exit code 75" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("said", "cause"),
     [

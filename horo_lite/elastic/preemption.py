@@ -1,0 +1,73 @@
+"""Requests of a scheduler to save the work and end, heard by all ranks after the same step."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Sequence
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from horo_lite.collectives.calls import Compare, Part
+from horo_lite.errors import HoroLiteError
+from horo_lite.ops import ranks_of
+
+if TYPE_CHECKING:
+    from horo_lite.collectives.group import Group
+
+
+class Preemption:
+    """Tell all ranks, after the same step, that a signal has asked one of them to end.
+
+        preemption = hvd.elastic.Preemption()
+        while state.step < n_steps:
+            ...
+            state.step += 1
+            if preemption.requested():
+                state.commit()
+                sys.exit(75)        # EX_TEMPFAIL: to be started again
+
+    Schedulers send a signal some time before they kill a job, often to one of its processes only,
+    or twice. Until `close()`, these signals do nothing else.
+
+    Args:
+        signals: The signals to handle, on this rank. Those of Slurm and Kubernetes are SIGTERM, or
+            what `sbatch --signal` says.
+        group: The ranks; by default all.
+
+    Raises:
+        HoroLiteError: This is not the main thread, which alone can handle signals.
+    """
+
+    def __init__(
+        self,
+        signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1),
+        *,
+        group: Group | None = None,
+    ) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise HoroLiteError("make Preemption in the main thread, which alone handles signals")
+        self._group = group
+        self._received = False
+        self._before: dict[int, Any] = {
+            number: signal.signal(number, self._receive) for number in signals
+        }
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self._received = True
+
+    def requested(self) -> bool:
+        """Return whether any rank has received a signal, the same on all ranks. Collective.
+
+        Costs a handshake: some microseconds on one host.
+        """
+        ranks = ranks_of(self._group)
+        call = Compare("preemption", needs_all=False)
+        headers = ranks.run(call, Part(number=int(self._received)))
+        return any(header.count == 1 for header in headers)
+
+    def close(self) -> None:
+        """Restore the signals' former handlers."""
+        for number, before in self._before.items():
+            # None: it was not installed by Python, and cannot be installed again.
+            signal.signal(number, signal.SIG_DFL if before is None else before)
