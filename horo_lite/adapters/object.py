@@ -236,6 +236,10 @@ class Adapter:
     def seed(self, number: int) -> None:
         """Seed the framework's random generators, with a number below 2^63."""
 
+    def computed(self, a: Array, b: Array) -> list[np.ndarray[Any, Any]]:
+        """Return what the framework computes from two matrices, whose bits show how it rounds."""
+        return []
+
     def running_statistics(self, model: Any) -> RunningStatistics:
         """Return access to the running statistics of a model's normalization layers."""
         raise TypeError(

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import operator
 import random
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -30,7 +29,7 @@ from horo_lite.collectives.arrays import gpu_of
 from horo_lite.collectives.calls import Compare, Part
 from horo_lite.collectives.group import Group
 from horo_lite.ops import allgather, ranks_of
-from horo_lite.state.trees import Tree
+from horo_lite.state.trees import Tree, repeats
 from horo_lite.state.wrapper import Sharing, wrapped
 from horo_lite.training.data import Indices, length_of, non_negative, sample_order
 from horo_lite.training.gradients import opened
@@ -271,7 +270,8 @@ class MicroBatches:
         """Raise MismatchError on every rank unless all are about to add up the same."""
         key = group, layout.texts
         if self._compared[:2] != key:
-            self._compared = *key, "\n".join([*_environment(), *layout.texts])
+            found = _environment(self._source.adapter)
+            self._compared = *key, "\n".join([*found, *layout.texts])
         rates = [
             f"{name} of group {i}: {np.float32(value)!r}"
             for name, i, value in self._source.hyperparameters()
@@ -294,7 +294,7 @@ def _order(length: int, shuffle: bool, seed: int, epoch: int) -> Indices:
     return sample_order(length, shuffle, seed, epoch)
 
 
-def _environment() -> list[str]:
+def _environment(adapter: Adapter) -> list[str]:
     """Describe what results depend on: threads, and what this processor and libraries compute."""
     threads = context.world().threads
     if threads is None:
@@ -303,20 +303,24 @@ def _environment() -> list[str]:
             "cores, and so depends on the number of ranks: call hvd.init(threads=1), or set "
             "HORO_LITE_THREADS=1, in every run"
         )
-    found = [f"threads given: {threads}"]
-    for library in ThreadpoolController().info():
-        found.append(f"threads of {library['internal_api']}: {library['num_threads']}")
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        found.append(f"threads of torch: {torch.get_num_threads()}")
-    rng = np.random.default_rng(0)
-    a, b = rng.standard_normal((2, 96, 96))
-    arrays = [a @ b, a.astype(np.float32) @ b.astype(np.float32), np.exp(a), np.tanh(a).sum(0)]
-    if torch is not None:
-        x, y = torch.from_numpy(a).float(), torch.from_numpy(b).float()
-        arrays += [each.numpy() for each in (x @ y, torch.tanh(x).sum(0), torch.softmax(y, 1))]
+    # Libraries that a rank has loaded for other purposes, such as plots, make no difference.
+    others = {
+        f"threads of {library['internal_api']}: {library['num_threads']}"
+        for library in ThreadpoolController().info()
+        if library["num_threads"] != threads
+    }
+    a, b = np.random.default_rng(0).standard_normal((2, 96, 96))
+    single = a.astype(np.float32), b.astype(np.float32)
+    arrays = [
+        a @ b,
+        single[0] @ single[1],
+        np.exp(a),
+        np.tanh(a).sum(0),
+        *adapter.computed(*single),
+    ]
     texts = [hashlib.sha256(x.tobytes()).hexdigest()[:8] for x in arrays]
-    return [*sorted(set(found)), f"bits of a test computation on this processor: {' '.join(texts)}"]
+    bits = f"bits of a test computation on this processor: {' '.join(texts)}"
+    return [f"threads: {threads}", *sorted(others), bits]
 
 
 class _Layout:
@@ -411,6 +415,8 @@ class _Gradient:
 class _Source:
     """Where the gradients of micro-batches come from, and their averages go."""
 
+    adapter = Adapter()
+
     def named(self, batch: MicroBatch) -> list[_Gradient]:
         """Return the gradients of a micro-batch, in their own memory."""
         raise NotImplementedError
@@ -449,9 +455,9 @@ class _Held(_Source):
                 f"{type(optimizer).__name__} shows no parameters with gradients: pass parameters=…"
             )
         is_known = type(self._finder) is not Adapter
-        self._adapter = self._finder if is_known else adapter_of(named[0][1])
+        self.adapter = self._finder if is_known else adapter_of(named[0][1])
         for _, parameter in named:
-            self._adapter.value(parameter)  # a lazy framework has them before seeds change
+            self.adapter.value(parameter)  # a lazy framework has them before seeds change
 
     def _named(self) -> Named:
         if self._parameters is None:
@@ -462,7 +468,7 @@ class _Held(_Source):
 
     def seed(self, number: int) -> None:
         super().seed(number)
-        self._adapter.seed(number)
+        self.adapter.seed(number)
 
     def clear(self) -> None:
         for name in ZERO_GRAD:
@@ -471,25 +477,26 @@ class _Held(_Source):
                 return
 
     def named(self, batch: MicroBatch) -> list[_Gradient]:
-        named, adapter = self._named(), self._adapter
+        named, adapter = self._named(), self.adapter
         adapter.compute([parameter for _, parameter in named])
         found = []
         for name, parameter in named:
-            value = _in_host_memory(adapter.value(parameter), name)
             gradient = adapter.gradient(parameter)
-            array = None if gradient is None else _in_host_memory(to_host(gradient), name)
-            like = value if array is None else array
-            found.append(_Gradient(name, like.dtype, like.shape, array))
+            held = adapter.value(parameter) if gradient is None else to_host(gradient)
+            array = _in_host_memory(held, name)
+            found.append(
+                _Gradient(name, array.dtype, array.shape, None if gradient is None else array)
+            )
         return found
 
     def put(self, layout: _Layout, averages: list[NDArray[Any] | None]) -> None:
-        adapter = self._adapter
+        adapter = self.adapter
         for (name, parameter), average in zip(self._named(), averages, strict=True):
             if average is None:
                 continue
             gradient = adapter.gradient(parameter)
             memory = None if gradient is None else _in_host_memory(to_host(gradient), name)
-            if memory is None or not memory.flags.writeable:
+            if memory is None or not memory.flags.writeable or repeats(memory):
                 adapter.set_gradient(parameter, average.copy())
             else:
                 memory[...] = average

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from threadpoolctl import threadpool_limits
 from worlds import on_ranks
 
 import horo_lite as hvd
@@ -172,6 +173,19 @@ def refusals() -> None:
     optimizer.lr += world.rank
     with pytest.raises(MismatchError, match=r"lr of group 0"):
         list(hvd.MicroBatches(4, optimizer)(0))
+    tanh = np.tanh
+    try:
+        np.tanh = lambda x: np.nextafter(tanh(x), 2 * world.rank)  # type: ignore[assignment]
+        with pytest.raises(MismatchError, match="bits of a test computation on this processor"):
+            list(hvd.MicroBatches(4, Momentum())(0))
+    finally:
+        np.tanh = tanh
+    with (
+        threadpool_limits(1 + world.rank),
+        pytest.raises(MismatchError, match="threads of openblas: 2"),
+    ):
+        list(hvd.MicroBatches(4, Momentum())(0))
+
     # A loop that is left is as if it had not begun.
     micro_batches = hvd.MicroBatches(4)
     for batch in micro_batches(0):

@@ -118,6 +118,15 @@ def interrupted() -> None:
         assert torch.equal(t, before[name])
     assert net[1].momentum == 0.1
 
+    for layer in (hvd.torch.SyncBatchNorm(3), nn.InstanceNorm1d(3, track_running_stats=True)):
+        with pytest.raises(ValueError, match=f"a layer {type(layer).__name__}, whose running"):
+            hvd.MicroBatches(4, optimizer, model=nn.Sequential(layer))
+
+    for batch in micro_batches(0):  # one number, seen as a whole gradient
+        for p in net.parameters():
+            p.grad = torch.tensor(float(batch.number)).expand(p.shape)
+    assert all((p.grad == 1.5).all() for p in net.parameters())
+
     if world.rank == 1:
         net[7].weight.requires_grad_(False)
         net[7].weight.data = net[7].weight.data.double()
