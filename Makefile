@@ -276,6 +276,7 @@ bench: $(TEST_READY) .venv-jax/.ready ## time the collectives, the checks, and s
 	  $(PY) -m horo_lite bench -n $$n --op $$op -b 64M -e 64M --compare || exit; done; done
 	@echo && $(PY) benchmarks/guards.py
 	@$(if $(TORCH),echo && $(PY) benchmarks/torch_step.py $(STEP_ARGS))
+	@$(if $(TORCH),echo && $(PY) benchmarks/micro_batches.py)
 	@echo && .venv-jax/bin/python benchmarks/jax_step.py
 
 bench-hosts: $(TEST_READY) ## time the all-reduce across hosts, simulated by network namespaces; needs root

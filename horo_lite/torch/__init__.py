@@ -20,6 +20,7 @@ from horo_lite.horovod.process_sets import *
 from horo_lite.horovod.world import *
 from horo_lite.ops import irecv, isend, recv, send
 from horo_lite.start.trace import start_timeline, stop_timeline
+from horo_lite.state.drift import fingerprint
 from horo_lite.torch import elastic
 from horo_lite.torch.compression import Compression
 from horo_lite.torch.data_parallel import DistributedDataParallel
@@ -27,5 +28,6 @@ from horo_lite.torch.functions import *
 from horo_lite.torch.mpi_ops import *
 from horo_lite.torch.optimizer import DistributedOptimizer
 from horo_lite.torch.sync_batch_norm import SyncBatchNorm
+from horo_lite.training.micro_batches import MicroBatch, MicroBatches
 
 _register()  # torch does this itself only if the package's entry points are installed

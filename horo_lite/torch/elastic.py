@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from horo_lite.elastic import HostsUpdatedInterrupt, ObjectState, Sampler, State, run
+from horo_lite.elastic import HostsUpdatedInterrupt, ObjectState, Preemption, Sampler, State, run
 
-__all__ = ["ElasticSampler", "HostsUpdatedInterrupt", "ObjectState", "State", "TorchState", "run"]
+__all__ = [
+    "ElasticSampler",
+    "HostsUpdatedInterrupt",
+    "ObjectState",
+    "Preemption",
+    "State",
+    "TorchState",
+    "run",
+]
 
 
 class ElasticSampler(Sampler):

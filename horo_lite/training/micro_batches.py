@@ -253,7 +253,7 @@ class MicroBatches:
         sums = sum_of_all(subtrees, self.n, group, label)
         if self._statistics is not None and statistics[0].size:
             self._statistics.fold(allgather(np.stack(statistics), name=label, group=group))
-        self._source.put(layout, layout.averages(sums))
+        self._source.put(*layout.total(sums))
         self._free += [subtree.sums for subtree in subtrees]
         self._source.seed(seed_of(self._seed, step, self.n))  # alike on all ranks
         self._done = step
@@ -371,17 +371,13 @@ class _Layout:
             # Adding 0 turns -0 into 0, as it is where a framework adds to gradients set to 0.
             np.add(array, gradient.dtype.type(0) if is_first else view, out=view)
 
-    def averages(self, sums: Sequence[Flat]) -> list[NDArray[Any] | None]:
-        """Return the average of each gradient, in the memory of the sums; None: missing."""
-        total = sums[0][0]
-        if not total:
+    def total(self, sums: Sequence[Flat]) -> tuple[list[NDArray[Any] | None], float]:
+        """Return the sum of each gradient (None: it is missing in all), and that of the weights."""
+        weight = float(sums[0][0])
+        if not weight:
             raise ValueError("the weights of all micro-batches are 0")
-        for (dtype, _), x in zip(self.sizes[1:], sums[1:], strict=True):
-            np.divide(x, dtype.type(total), out=x)
-        return [
-            view if count else None
-            for view, count in zip(self._views(sums), sums[0][1:], strict=True)
-        ]
+        pairs = zip(self._views(sums), sums[0][1:], strict=True)
+        return [view if count else None for view, count in pairs], weight
 
 
 def _changed_layout(layout: _Layout, named: Sequence[_Gradient], batch: MicroBatch) -> str:
@@ -421,8 +417,8 @@ class _Source:
         """Return the gradients of a micro-batch, in their own memory."""
         raise NotImplementedError
 
-    def put(self, layout: _Layout, averages: list[NDArray[Any] | None]) -> None:
-        """Take the averages."""
+    def put(self, sums: Sequence[NDArray[Any] | None], weight: float) -> None:
+        """Take the averages, which are the sums divided by the weight."""
         raise NotImplementedError
 
     def result(self) -> Any:
@@ -489,17 +485,18 @@ class _Held(_Source):
             )
         return found
 
-    def put(self, layout: _Layout, averages: list[NDArray[Any] | None]) -> None:
+    def put(self, sums: Sequence[NDArray[Any] | None], weight: float) -> None:
         adapter = self.adapter
-        for (name, parameter), average in zip(self._named(), averages, strict=True):
-            if average is None:
+        for (name, parameter), x in zip(self._named(), sums, strict=True):
+            if x is None:
                 continue
+            divisor = x.dtype.type(weight)
             gradient = adapter.gradient(parameter)
             memory = None if gradient is None else _in_host_memory(to_host(gradient), name)
             if memory is None or not memory.flags.writeable or repeats(memory):
-                adapter.set_gradient(parameter, average.copy())
+                adapter.set_gradient(parameter, np.asarray(x / divisor))
             else:
-                memory[...] = average
+                np.divide(x, divisor, out=memory)
                 changed([gradient])
 
     def result(self) -> Any:
@@ -535,8 +532,8 @@ class _Returned(_Source):
             found.append(_Gradient(name, array.dtype, array.shape, array))
         return found
 
-    def put(self, layout: _Layout, averages: list[NDArray[Any] | None]) -> None:
-        self._averages = [None if x is None else x.copy() for x in averages]
+    def put(self, sums: Sequence[NDArray[Any] | None], weight: float) -> None:
+        self._averages = [None if x is None else np.asarray(x / x.dtype.type(weight)) for x in sums]
 
     def result(self) -> Any:
         assert self._tree is not None

@@ -20,7 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horo_lite.collectives.calls import AllGatherInPlace, Part
-from horo_lite.ops import alltoall
+from horo_lite.collectives.reductions import Sum
+from horo_lite.ops import alltoall, grouped_allreduce_
 
 if TYPE_CHECKING:
     from horo_lite.collectives.group import Group
@@ -81,7 +82,9 @@ def sum_of_all(subtrees: Sequence[Subtree], n: int, group: Group, label: str) ->
     Returns:
         One array per dtype, whose memory is that of the first subtree.
     """
-    if group.size == 1:
+    if group.size <= 2:
+        # The order of two is that of an all-reduce, which rounds a sum of two once in any dtype.
+        grouped_allreduce_(subtrees[0].sums, op=Sum, name=label, group=group)
         return subtrees[0].sums
     everyones = [_subtrees_in(leaves_of(rank, group.size, n)) for rank in range(group.size)]
     by_dtype = zip(*(subtree.sums for subtree in subtrees), strict=True)

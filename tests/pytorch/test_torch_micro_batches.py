@@ -10,7 +10,7 @@ from worlds import on_ranks
 
 torch = pytest.importorskip("torch")
 
-import horo_lite as hvd  # noqa: E402
+import horo_lite.torch as hvd  # noqa: E402
 from horo_lite.errors import MismatchError  # noqa: E402
 
 nn = torch.nn
@@ -118,7 +118,7 @@ def interrupted() -> None:
         assert torch.equal(t, before[name])
     assert net[1].momentum == 0.1
 
-    for layer in (hvd.torch.SyncBatchNorm(3), nn.InstanceNorm1d(3, track_running_stats=True)):
+    for layer in (hvd.SyncBatchNorm(3), nn.InstanceNorm1d(3, track_running_stats=True)):
         with pytest.raises(ValueError, match=f"a layer {type(layer).__name__}, whose running"):
             hvd.MicroBatches(4, optimizer, model=nn.Sequential(layer))
 
