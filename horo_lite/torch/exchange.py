@@ -242,7 +242,8 @@ class GradientExchange:
             if owner is not None and owner is not self:
                 raise ValueError(
                     f"parameter {name!r} belongs to another DistributedOptimizer, so its "
-                    "gradient would be exchanged twice: pass each parameter to only one of them"
+                    "gradient would be exchanged twice: pass each parameter to only one of them, "
+                    "and delete one that is no longer used"
                 )
 
     def _add_hooks(self) -> None:

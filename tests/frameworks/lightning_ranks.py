@@ -43,7 +43,10 @@ class Model(lightning.LightningModule):
         if by_horovod:
             hvd.broadcast_parameters(self.state_dict(), root_rank=0)
             optimizer = hvd.DistributedOptimizer(
-                optimizer, self.named_parameters(), backward_passes_per_step=self.n_batches
+                optimizer,
+                self.named_parameters(),
+                backward_passes_per_step=self.n_batches,
+                shard_state=self.n_batches == 2,
             )
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 

@@ -15,7 +15,8 @@ HERE = Path(__file__).parent
 def test_training_is_that_on_gloo(tmp_path: Path) -> None:
     """Bit for bit, since a sum of two numbers does not depend on their order.
 
-    With one batch in a step and with two, and with clipped gradients. Lightning's loop gives the
+    With one batch in a step and with two (and the optimizer's state divided), and with clipped
+    gradients. Lightning's loop gives the
     optimizer's step() a closure that computes the gradients.
     """
     script = HERE / "lightning_ranks.py"

@@ -457,7 +457,7 @@ def test_wrapping_twice_is_refused_and_hooks_end_with_the_wrapper() -> None:
             wrap(optimizer, group)
         with pytest.raises(ValueError, match="already has a DistributedOptimizer"):
             wrap(inner, group)
-        with pytest.raises(ValueError, match="belongs to another"):
+        with pytest.raises(ValueError, match="delete one that is no longer used"):
             wrap(sgd(net), group)
         assert all(p._post_accumulate_grad_hooks for p in net.parameters())
         del optimizer
