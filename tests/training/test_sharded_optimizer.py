@@ -683,9 +683,11 @@ def test_home_made_optimizers_of_torchs_parameters() -> None:
                 v.mul_(0.9).add_(p.grad)
                 p.sub_(v, alpha=0.1)
 
+    # Here, since the threads share one random generator.
+    start = torch.nn.Sequential(torch.nn.Linear(8, 5), torch.nn.Linear(5, 3))
+
     def rank(group: Group, shard: bool) -> Any:
-        torch.manual_seed(0)
-        net = torch.nn.Sequential(torch.nn.Linear(8, 5), torch.nn.Linear(5, 3))
+        net = copy.deepcopy(start)
         parameters = list(net.parameters())
         optimizer: Any = (
             DistributedOptimizer(Sgd, parameters=parameters, group=group, shard_state=True)
