@@ -35,6 +35,10 @@ if cores are free: with as many ranks as cores, all busy, it cannot.
 The unit is one memcpy of the gradients by one rank while the others sleep. Memory is measured
 in separate jobs, one per contender: the peak resident size of a process during five steps, minus
 that during local steps before; pages shared by several processes are counted proportionally.
+
+`--state-memory` measures, instead, what an optimizer's state needs, undivided and divided
+(shard_state=True): the peak of a process that makes an Adam for ResNet-50's parameters and takes
+three steps, minus that before, when there were parameters and gradients.
 """
 
 from __future__ import annotations
@@ -597,6 +601,56 @@ def measure_memory(options: argparse.Namespace, name: str, comm: Any) -> int:
     return int(max(comm.allgather(peak_bytes() - before)))
 
 
+STATES = ("torch", "torch, divided", "NumPy", "NumPy, divided")
+
+
+class Weight:
+    """A parameter of NumpyAdam."""
+
+    def __init__(self, shape: Sequence[int]) -> None:
+        self.data, self.grad = np.ones(shape, np.float32), np.ones(shape, np.float32)
+
+
+class NumpyAdam:
+    """A home-made optimizer."""
+
+    def __init__(self, params: Sequence[Weight]) -> None:
+        self.params = params
+        self.moments = [(np.zeros_like(w.data), np.zeros_like(w.data)) for w in params]
+
+    def step(self) -> None:
+        for weight, (mean, square) in zip(self.params, self.moments, strict=True):
+            mean += 0.1 * (weight.grad - mean)
+            square += 0.001 * (weight.grad**2 - square)
+            weight.data -= 0.01 * mean / (np.sqrt(square) + 1e-8)
+
+
+def measure_state(name: str, comm: Any) -> int:
+    """Return the maximum over the ranks of the peak memory that an optimizer adds."""
+    import horo_lite as hvd
+
+    kind, _, divided = name.partition(", ")
+    shapes = resnet50_shapes()
+    optimizer: Any
+    if kind == "torch":
+        parameters = [torch.ones(shape, requires_grad=True) for shape in shapes]
+        for p in parameters:
+            p.grad = torch.ones_like(p)
+        before = peak_bytes()
+        inner = torch.optim.Adam(parameters, fused=True)
+        optimizer = hvd.DistributedOptimizer(inner, shard_state=bool(divided))
+    else:
+        weights = [Weight(shape) for shape in shapes]
+        before = peak_bytes()
+        if divided:
+            optimizer = hvd.DistributedOptimizer(NumpyAdam, parameters=weights, shard_state=True)
+        else:
+            optimizer = hvd.DistributedOptimizer(NumpyAdam(weights))
+    for _ in range(3):
+        optimizer.step()
+    return int(max(comm.allgather(peak_bytes() - before)))
+
+
 def work(options: argparse.Namespace) -> dict[str, Any]:
     """Run one rank's part of a job."""
     import horo_lite.torch as hvd
@@ -605,6 +659,8 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD
+    if options.state_memory:
+        return {"results": measure_state(options.memory_of or STATES[0], comm)}
     if options.memory_of is None or options.memory_of.startswith("DDP"):
         connect(f"{options.output}.store", comm)
     found: Any
@@ -632,13 +688,18 @@ def usual_optimizer(model: str) -> str:
 
 
 def add_memory(options: argparse.Namespace, job: dict[str, Any], start: Callable[..., Any]) -> None:
-    """Measure the contenders' memory, each in a job of its own."""
+    """Measure the contenders' or the states' memory, each in a job of its own."""
+    if options.state_memory:
+        first = {STATES[0]: job["results"]}
+        job["state"] = first | {n: start("--memory-of", n)["results"] for n in STATES[1:]}
     if options.memory and job["ranks"] > 1 and "sums" in options.models:
         job["memory"] = {name: start("--memory-of", name)["results"] for name in options.contenders}
 
 
 def tables(job: dict[str, Any]) -> list[str]:
     """Format the tables of a job."""
+    if "state" in job:
+        return ["\n".join(f"{name:<16}{n / 2**20:>8.1f} MiB" for name, n in job["state"].items())]
     return [text for result in job["results"] for text in tables_of(job, result)]
 
 
@@ -747,6 +808,9 @@ def main() -> None:
     )
     parser.add_argument("--repeats", type=int, help=f"turns, instead of {TURNS}")
     parser.add_argument("--memory", action="store_true", help="also measure memory (sums)")
+    parser.add_argument(
+        "--state-memory", action="store_true", help="only measure the memory of Adam's state"
+    )
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
     drive(parser, HERE, work, tables, (1, 2, 4), network_of, add_memory)
 
