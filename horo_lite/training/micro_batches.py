@@ -108,7 +108,8 @@ class MicroBatch:
         epoch, step = divmod(self.step, length // batch_size)
         rows = self.rows(batch_size)
         first = step * batch_size
-        return _order(length, shuffle, self._seed, epoch)[first + rows.start : first + rows.stop]
+        order = _order(length, shuffle, self._seed, epoch)
+        return order[first + rows.start : first + rows.stop].copy()
 
 
 class MicroBatches:
@@ -250,10 +251,10 @@ class MicroBatches:
         assert layout is not None
         label = f"micro-batches of step {step}"
         self._compare(group, label, layout)
-        sums = sum_of_all(subtrees, self.n, group, label)
+        sums, weight = layout.total(sum_of_all(subtrees, self.n, group, label))
         if self._statistics is not None and statistics[0].size:
             self._statistics.fold(allgather(np.stack(statistics), name=label, group=group))
-        self._source.put(*layout.total(sums))
+        self._source.put(sums, weight)
         self._free += [subtree.sums for subtree in subtrees]
         self._source.seed(seed_of(self._seed, step, self.n))  # alike on all ranks
         self._done = step

@@ -232,6 +232,9 @@ def test_samples_are_those_of_an_epoch_in_its_order() -> None:
     batch = MicroBatch(0, 1, 4, seed=1)
     assert len(batch.samples(53, 10)) == 3
     assert batch.weight == 3 * 4 / 10
+    before = batch.samples(53, 10).tolist()
+    batch.samples(53, 10)[...] = 0  # the caller's
+    assert batch.samples(53, 10).tolist() == before
     for batch_size in (3, 54):
         with pytest.raises(ValueError, match=f"batch_size={batch_size} must be at least 4"):
             batch.samples(53, batch_size)
