@@ -28,7 +28,8 @@ class Preemption:
                 sys.exit(75)        # EX_TEMPFAIL: to be started again
 
     Schedulers send a signal some time before they kill a job, often to one of its processes only,
-    or twice. Until `close()`, these signals do nothing else.
+    or twice. Until `close()`, these signals do nothing else. Make it right after `init()`: before,
+    a signal ends the rank.
 
     Args:
         signals: The signals to handle, on this rank. Those of Slurm and Kubernetes are SIGTERM, or

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import operator
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -24,7 +24,7 @@ from threadpoolctl import ThreadpoolController
 
 from horo_lite import context
 from horo_lite.adapters import Adapter, adapter_of, changed, from_numpy, to_host
-from horo_lite.adapters.object import ZERO_GRAD, Named
+from horo_lite.adapters.object import ZERO_GRAD, Named, name_leaves
 from horo_lite.collectives.arrays import gpu_of
 from horo_lite.collectives.calls import Compare, Part
 from horo_lite.collectives.group import Group
@@ -154,7 +154,8 @@ class MicroBatches:
             `DistributedOptimizer`.
         model: A PyTorch model whose BatchNorm layers compute running statistics; these are then
             updated as if one process had computed all micro-batches, one after the other.
-        parameters: The parameters, if the optimizer does not show them.
+        parameters: The parameters, if the optimizer does not show them: a list, a dict by name, or
+            anything to iterate over.
         seed: For random numbers and the order of samples.
         group: The ranks; by default all.
 
@@ -445,7 +446,9 @@ class _Held(_Source):
     def __init__(self, optimizer: Any, parameters: Any) -> None:
         self._optimizer = optimizer
         self._finder: Adapter = adapter_of(optimizer)
-        self._parameters = parameters
+        # A list or dict may be changed later: its current contents are used in each step.
+        is_kept = parameters is None or isinstance(parameters, (list, tuple, Mapping))
+        self._parameters = parameters if is_kept else list(parameters)
         named = self._named()
         if not named:
             raise ValueError(
@@ -459,9 +462,7 @@ class _Held(_Source):
     def _named(self) -> Named:
         if self._parameters is None:
             return self._finder.parameters(self._optimizer)
-        holder = type("Parameters", (), {})()
-        holder.params = self._parameters
-        return Adapter().parameters(holder)
+        return name_leaves(self._parameters, "parameters")
 
     def seed(self, number: int) -> None:
         super().seed(number)

@@ -112,6 +112,13 @@ def averages() -> list[Any]:
             np.abs(a - p.grad).max() / np.abs(p.grad).max()
             for a, p in zip(mine[:3], optimizer.params, strict=False)
         ]
+    weights = optimizer.params
+    bare = type("Bare", (), {"step": lambda self: None})()  # shows no parameters
+    for given in (iter(weights), {"net": weights}):
+        for batch in hvd.MicroBatches(4, bare, parameters=given)(0):
+            for p in weights:
+                p.grad = np.full(p.data.shape, np.float32(batch.number))
+        assert all((p.grad == 1.5).all() for p in weights)
     with pytest.raises(RuntimeError, match="its parameters hold the averaged gradients"):
         _ = micro_batches.gradients
 
