@@ -34,8 +34,8 @@ class RunningStatistics(Protocol):
     def begin(self) -> None:
         """From now on, compute the statistics of each micro-batch alone."""
 
-    def take(self) -> np.ndarray[Any, Any]:
-        """Return those of the micro-batch that was computed last, in one dimension."""
+    def take(self, batch: object) -> np.ndarray[Any, Any]:
+        """Return those of `batch`, which was computed last, in one dimension."""
 
     def end(self) -> None:
         """Restore the statistics as they were before `begin`."""

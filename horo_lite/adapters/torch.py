@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -149,14 +150,23 @@ class TorchAdapter(Adapter):
         return torch.from_numpy(array).to(like.device)
 
 
+_in_loop: WeakSet[Any] = WeakSet()
+"""Layers whose statistics a loop over micro-batches computes now."""
+
+
 class _RunningStatistics:
-    """Those of BatchNorm layers; with a momentum of 1 they are a micro-batch's own."""
+    """Those of BatchNorm layers; with a momentum of 1 they are a micro-batch's own.
+
+    Between micro-batches they are those before the step, which a frozen layer computes with.
+    """
 
     def __init__(self, model: Any) -> None:
-        self._layers: list[Any] = [
-            layer for layer in model.modules() if getattr(layer, "running_mean", None) is not None
-        ]
-        for layer in self._layers:
+        self._layers: dict[str, Any] = {
+            name: layer
+            for name, layer in model.named_modules()
+            if getattr(layer, "running_mean", None) is not None
+        }
+        for layer in self._layers.values():
             name = type(layer).__name__
             is_known = isinstance(layer, torch.nn.modules.batchnorm._BatchNorm)
             if not is_known or "SyncBatchNorm" in name:
@@ -168,30 +178,42 @@ class _RunningStatistics:
         self._before: list[tuple[list[Any], Any]] = []
 
     def begin(self) -> None:
-        self._before = [([x.clone() for x in _buffers(n)], n.momentum) for n in self._layers]
-        for layer in self._layers:
+        layers = self._layers.values()
+        if not _in_loop.isdisjoint(layers):
+            raise RuntimeError(
+                "another loop over micro-batches, which has not ended, computes the running "
+                "statistics of this model: pass model= to one MicroBatches only"
+            )
+        self._before = [([x.clone() for x in _buffers(n)], n.momentum) for n in layers]
+        _in_loop.update(layers)
+        for layer in layers:
             layer.momentum = 1.0
-        self._clear()
 
-    def _clear(self) -> None:
-        for layer in self._layers:
-            for buffer in _buffers(layer):
-                buffer.zero_()
-
-    def take(self) -> np.ndarray[Any, Any]:
-        found = [x.double().numpy().ravel() for n in self._layers for x in _buffers(n)]
-        self._clear()
-        return np.concatenate([np.zeros(0), *found])
+    def take(self, batch: object) -> np.ndarray[Any, Any]:
+        found = [np.zeros(0)]
+        for (name, layer), (before, _) in zip(self._layers.items(), self._before, strict=True):
+            now = _buffers(layer)
+            n_runs = int(now[0] - before[0])
+            if n_runs > 1:
+                raise ValueError(
+                    f"{batch!r}: the {type(layer).__name__} {name!r} has run {n_runs} times, and "
+                    "only the last run's statistics are left: use a layer in one place, without "
+                    "activation checkpointing, or pass no model= and keep its statistics yourself"
+                )
+            row = np.concatenate([[n_runs], *(x.double().numpy() for x in now[1:])])
+            found.append(row if n_runs else np.zeros_like(row))
+            _restore(layer, before)
+        return np.concatenate(found)
 
     def end(self) -> None:
-        for layer, (before, momentum) in zip(self._layers, self._before, strict=True):
+        for layer, (before, momentum) in zip(self._layers.values(), self._before, strict=True):
             layer.momentum = momentum
-            for buffer, old in zip(_buffers(layer), before, strict=True):
-                buffer.copy_(old)
+            _restore(layer, before)
+        _in_loop.difference_update(self._layers.values())
 
     def fold(self, everyones: np.ndarray[Any, Any]) -> None:
         rows = torch.from_numpy(everyones)
-        for layer in self._layers:
+        for layer in self._layers.values():
             count, mean, var = _buffers(layer)
             counts, means, variances, rows = rows.split(
                 [1, len(mean), len(mean), rows.shape[1] - 1 - 2 * len(mean)], dim=1
@@ -206,6 +228,11 @@ class _RunningStatistics:
 
 def _buffers(layer: Any) -> tuple[Any, Any, Any]:
     return layer.num_batches_tracked, layer.running_mean, layer.running_var
+
+
+def _restore(layer: Any, before: Sequence[Any]) -> None:
+    for buffer, old in zip(_buffers(layer), before, strict=True):
+        buffer.copy_(old)
 
 
 class _Changed(torch.autograd.Function):

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -245,17 +245,17 @@ class MicroBatches:
                 layout.add(subtrees[-1].sums, named, batch, is_first=not is_right)
                 self._free += merge(subtrees)
                 if self._statistics is not None:
-                    statistics.append(self._statistics.take())
+                    statistics.append(self._statistics.take(batch))
         finally:
             if self._statistics is not None:
                 self._statistics.end()
         assert layout is not None
         label = f"micro-batches of step {step}"
         self._compare(group, label, layout)
-        sums, weight = layout.total(sum_of_all(subtrees, self.n, group, label))
+        totals = layout.total(sum_of_all(subtrees, self.n, group, label))
         if self._statistics is not None and statistics[0].size:
             self._statistics.fold(allgather(np.stack(statistics), name=label, group=group))
-        self._source.put(sums, weight)
+        self._source.put(totals)
         self._free += [subtree.sums for subtree in subtrees]
         self._source.seed(seed_of(self._seed, step, self.n))  # alike on all ranks
         self._done = step
@@ -330,6 +330,7 @@ class _Layout:
 
     The first array has the sum of the weights, and for each gradient how many micro-batches have
     it: one that is missing in all stays missing. Each gradient begins at a multiple of 64 bytes.
+    Those of 16 bits are added up in float32: in float16, sums and weights would overflow.
     """
 
     def __init__(self, named: Sequence[_Gradient]) -> None:
@@ -338,6 +339,8 @@ class _Layout:
         ends: dict[np.dtype[Any], int] = {}
         self._places: list[tuple[np.dtype[Any], slice]] = []
         for _, dtype, shape in self.named:
+            if dtype.itemsize == 2:
+                dtype = np.dtype(np.float32)
             first, size = ends.get(dtype, 0), prod(shape)
             self._places.append((dtype, slice(first, first + size)))
             grain = max(1, _ALIGNMENT // dtype.itemsize)
@@ -368,18 +371,34 @@ class _Layout:
                 if is_first:
                     view[...] = 0
                 continue
+            dtype = view.dtype
             if weight != 1:
-                array = array * gradient.dtype.type(weight)
+                array = np.multiply(array, dtype.type(weight), dtype=dtype)
             # Adding 0 turns -0 into 0, as it is where a framework adds to gradients set to 0.
-            np.add(array, gradient.dtype.type(0) if is_first else view, out=view)
+            np.add(array, dtype.type(0) if is_first else view, out=view, dtype=dtype)
 
-    def total(self, sums: Sequence[Flat]) -> tuple[list[NDArray[Any] | None], float]:
-        """Return the sum of each gradient (None: it is missing in all), and that of the weights."""
+    def total(self, sums: Sequence[Flat]) -> list[_Total | None]:
+        """Return the total of each gradient, None if it is missing in all."""
         weight = float(sums[0][0])
         if not weight:
             raise ValueError("the weights of all micro-batches are 0")
-        pairs = zip(self._views(sums), sums[0][1:], strict=True)
-        return [view if count else None for view, count in pairs], weight
+        found = zip(self._views(sums), sums[0][1:], self.named, strict=True)
+        return [_Total(x, weight, dtype) if n else None for x, n, (_, dtype, _) in found]
+
+
+class _Total(NamedTuple):
+    """The sum of a gradient over all micro-batches, in memory that is used again."""
+
+    sum: NDArray[Any]
+    weight: float
+    dtype: np.dtype[Any]
+
+    def average(self, out: NDArray[Any] | None = None) -> NDArray[Any]:
+        """Return the average in memory of the gradient's dtype, by default new memory."""
+        x = self.sum
+        out = np.empty(x.shape, self.dtype) if out is None else out
+        np.divide(x, x.dtype.type(self.weight), out=out, casting="unsafe")  # bfloat16 needs that
+        return out
 
 
 def _changed_layout(layout: _Layout, named: Sequence[_Gradient], batch: MicroBatch) -> str:
@@ -388,7 +407,7 @@ def _changed_layout(layout: _Layout, named: Sequence[_Gradient], batch: MicroBat
     first = f": {pairs[0][0]}, then {pairs[0][1]}" if pairs else ""
     return (
         f"the gradients of {batch!r} differ in number, names, shapes or dtypes from those before it"
-        f"{first}. All micro-batches of a step need the same ones; one that is None counts as zeros"
+        f"{first}. All micro-batches of a step need the same ones: use zeros where one has none"
     )
 
 
@@ -419,8 +438,8 @@ class _Source:
         """Return the gradients of a micro-batch, in their own memory."""
         raise NotImplementedError
 
-    def put(self, sums: Sequence[NDArray[Any] | None], weight: float) -> None:
-        """Take the averages, which are the sums divided by the weight."""
+    def put(self, totals: Sequence[_Total | None]) -> None:
+        """Take the averages."""
         raise NotImplementedError
 
     def result(self) -> Any:
@@ -487,18 +506,17 @@ class _Held(_Source):
             )
         return found
 
-    def put(self, sums: Sequence[NDArray[Any] | None], weight: float) -> None:
+    def put(self, totals: Sequence[_Total | None]) -> None:
         adapter = self.adapter
-        for (name, parameter), x in zip(self._named(), sums, strict=True):
-            if x is None:
+        for (name, parameter), total in zip(self._named(), totals, strict=True):
+            if total is None:
                 continue
-            divisor = x.dtype.type(weight)
             gradient = adapter.gradient(parameter)
             memory = None if gradient is None else _in_host_memory(to_host(gradient), name)
             if memory is None or not memory.flags.writeable or repeats(memory):
-                adapter.set_gradient(parameter, np.asarray(x / divisor))
+                adapter.set_gradient(parameter, total.average())
             else:
-                np.divide(x, divisor, out=memory)
+                total.average(out=memory)
                 changed([gradient])
 
     def result(self) -> Any:
@@ -534,8 +552,8 @@ class _Returned(_Source):
             found.append(_Gradient(name, array.dtype, array.shape, array))
         return found
 
-    def put(self, sums: Sequence[NDArray[Any] | None], weight: float) -> None:
-        self._averages = [None if x is None else np.asarray(x / x.dtype.type(weight)) for x in sums]
+    def put(self, totals: Sequence[_Total | None]) -> None:
+        self._averages = [None if total is None else total.average() for total in totals]
 
     def result(self) -> Any:
         assert self._tree is not None

@@ -122,10 +122,29 @@ def interrupted() -> None:
         with pytest.raises(ValueError, match=f"a layer {type(layer).__name__}, whose running"):
             hvd.MicroBatches(4, optimizer, model=nn.Sequential(layer))
 
+    # The statistics of a step belong to one loop, and to one run of each layer.
+    other = hvd.MicroBatches(4, torch.optim.SGD(net.parameters(), lr=0.1), model=net)
+    with pytest.raises(RuntimeError, match=r"pass model= to one MicroBatches only"):
+        list(zip(micro_batches(0), other(0), strict=True))
+    with pytest.raises(ValueError, match=r"[02] of 4.*: the BatchNorm2d '1' has run 2 times"):  # noqa: PT012
+        for batch in micro_batches(0):
+            net(x)
+            backward(net, x[batch.rows(x)])
+    assert net[1].momentum == 0.1
+
     for batch in micro_batches(0):  # one number, seen as a whole gradient
         for p in net.parameters():
             p.grad = torch.tensor(float(batch.number)).expand(p.shape)
     assert all((p.grad == 1.5).all() for p in net.parameters())
+
+    # A frozen layer uses its statistics, which no loop may hide.
+    net.eval()
+    before["output"] = net(x)
+    for _ in micro_batches(0):
+        assert torch.equal(net(x), before["output"])
+    for name, t in net.state_dict().items():
+        assert torch.equal(t, before[name])
+    net.train()
 
     if world.rank == 1:
         net[7].weight.requires_grad_(False)
@@ -139,3 +158,25 @@ def interrupted() -> None:
 @pytest.mark.served
 def test_a_step_that_was_left_can_be_repeated() -> None:
     on_ranks(interrupted, 2)
+
+
+def halves(dtype: torch.dtype) -> list[list[float]]:
+    """Return averages of gradients whose sums, weighted or not, are no numbers of float16."""
+    hvd.init(threads=1)
+    found = []
+    w = nn.Parameter(torch.zeros(2, 3, dtype=dtype).t())
+    micro_batches = hvd.MicroBatches(8, torch.optim.SGD([w], lr=1.0))
+    for weight, factor in ((1, 8192), (100_000, 1), (1 / 3, 1)):
+        for batch in micro_batches(0):
+            batch.weight = weight
+            if batch.number % 2:  # the others have none
+                w.grad = torch.full_like(w, factor * (batch.number // 2))
+        found.append((w.grad / factor).unique().tolist())
+    return found
+
+
+@pytest.mark.served
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_added_up_in_single(dtype: torch.dtype) -> None:
+    for size in (1, 2, 3):
+        assert on_ranks(halves, size, dtype) == [[[0.75]] * 3] * size
