@@ -145,8 +145,11 @@ def _results(*xs: Any, call: Call) -> Any:
 
 
 def _is_numpys(dtype: Any) -> bool:
-    """Return whether `dtype` is a numeric type of NumPy itself: ml_dtypes has floats of kind f."""
-    return isinstance(dtype, np.dtype) and dtype.isbuiltin == 1 and dtype.kind in "biuf"
+    """Return whether `dtype` is a numeric type of NumPy itself: ml_dtypes has floats of kind f.
+
+    Those have isbuiltin 2; NumPy has 1 for its own, but 0 after pickling.
+    """
+    return isinstance(dtype, np.dtype) and dtype.isbuiltin != 2 and dtype.kind in "biuf"
 
 
 _lower_to_callback = mlir.lower_fun(

@@ -266,11 +266,17 @@ assert MEMORY.bytes[1] == 0, MEMORY.bytes
 def test_every_operation(np: int, way: str, hosts: str) -> None:
     ranks(
         """
+import pickle
+
 def both(f, *xs):
     eager, compiled = f(*xs), jax.jit(f)(*xs)
     assert isinstance(eager, jax.Array) and eager.dtype == compiled.dtype
     np.testing.assert_array_equal(eager, compiled)
     return np.asarray(compiled)
+
+# JAX keeps the first float32 that it sees, here NumPy's for an array that was sent.
+received = jnp.asarray(pickle.loads(pickle.dumps(np.float32([rank, 2]))))
+assert both(hvd.allreduce, received).tolist() == [(size - 1) / 2, 2]
 
 rows = jnp.arange(2.0 * size * 3).reshape(2 * size, 3) + 100 * rank
 whole = np.stack([np.arange(6.0 * size).reshape(2 * size, 3) + 100 * r for r in range(size)])
