@@ -22,4 +22,5 @@ from horo_lite import *
 from horo_lite.jax.operations import *
 from horo_lite.jax.optimizer import DistributedOptimizer
 from horo_lite.jax.primitive import cause_of, inside_jit
+from horo_lite.jax.sharded_state import *
 from horo_lite.jax.trees import broadcast_parameters

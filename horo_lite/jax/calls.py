@@ -14,7 +14,7 @@ import numpy as np
 from horo_lite import ops
 from horo_lite.adapters.jax import MEMORY
 from horo_lite.collectives.arrays import Memory
-from horo_lite.collectives.calls import Part
+from horo_lite.collectives.calls import AllGatherInPlace, Part
 from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.group import Group
 from horo_lite.collectives.handle import Handle
@@ -218,6 +218,39 @@ class Allgather(Call):
         (sum_,) = bind(Allreduce(self.name, self.group, op=Sum).here(), cotangents)
         rank, size = self.ranks().rank, self.ranks().size
         return [jnp.split(sum_, size)[rank]]
+
+
+@dataclass(frozen=True)
+class AllgatherInPlace(Call):
+    """Each array as its owner has it."""
+
+    owners: tuple[int, ...]
+    names: tuple[str, ...]
+
+    in_place = True
+
+    @property
+    def without_gradient(self) -> str:
+        return "of divided updates"
+
+    def eagerly(self, xs: Sequence[Array]) -> list[Array]:
+        arrays = [np.array(x) for x in xs]
+        self.ranks().run(*self._given(arrays, asynchronous=False))
+        return list(map(jnp.asarray, arrays))
+
+    def start(self, xs: list[Any], name: str) -> Handle:
+        return self.ranks().submit(*replace(self, name=name)._given(xs, asynchronous=True))
+
+    def title(self, i: int) -> str:
+        return super().title(i) + f", {self.names[i]!r}"
+
+    def transposed(self, cotangents: Sequence[Array]) -> Sequence[Array]:
+        raise NotImplementedError
+
+    def _given(self, arrays: Sequence[Any], asynchronous: bool) -> tuple[AllGatherInPlace, Part]:
+        rows = [x if x.ndim else x.reshape(1) for x in arrays]
+        memory = self.ranks().memory(rows, asynchronous=asynchronous)
+        return AllGatherInPlace(self.name, self.owners, self.names), Part(memory)
 
 
 @dataclass(frozen=True)

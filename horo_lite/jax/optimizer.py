@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.group import Group
 from horo_lite.collectives.reductions import Average, Op
+from horo_lite.jax import sharded_state
 from horo_lite.jax.operations import Array, average_gradients
 from horo_lite.training.options import Options
 
@@ -19,6 +20,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     *,
     op: Op = Average,
     compression: Compressor = Compression.none,
+    shard_state: bool = False,
     name: str | None = None,
     group: Group | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -43,6 +45,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         optimizer: What optax.adam and similar functions return.
         op: Average or Sum.
         compression: The wire format; `Compression.fp16` halves the bytes.
+        shard_state: Whether each rank has the optimizer's state of its share of the parameters
+            only; see the function `shard_state`.
         name: For messages.
         group: The ranks; by default all.
     """
@@ -54,7 +58,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             "optax.adam or a similar function returns, or MultiSteps(…).gradient_transformation()"
         )
     Options(op=op, compression=compression, group=group)  # checks them
-    inner = optax.with_extra_args_support(optimizer)
+    divided = sharded_state.shard_state(optimizer, group=group) if shard_state else optimizer
+    inner = optax.with_extra_args_support(divided)
 
     def update(
         updates: Any, state: Any, params: Any = None, *, weight: Array | None = None, **extra: Any

@@ -933,3 +933,101 @@ def test_what_is_known_of_xla_is_what_its_header_says(tmp_path: Path) -> None:
 
 def test_digits() -> None:
     assert accuracy_of("jax", epochs=4, timeout_s=120) > 0.9
+
+
+@pytest.mark.shows("eager", "jit")
+def test_divided_state_is_that_of_one_rank_in_shares() -> None:
+    code = f"""{TRAIN}
+import copy, pickle
+from horo_lite import elastic
+params = hvd.broadcast_parameters(new_params(0))
+
+def trained(tx, compiled, state=None, params=params, steps=4):
+    state = tx.init(params) if state is None else state
+
+    def step(params, state):
+        gradients = jax.grad(loss_of)(params, x[mine], y[mine])
+        updates, state = tx.update(gradients, state, params, weight=n_mine)
+        return optax.apply_updates(params, updates), state
+
+    step = jax.jit(step) if compiled else step
+    for _ in range(steps):
+        params, state = step(params, state)
+    return params, state
+
+def equal(a, b, tolerance=0.0):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for one, other in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance)
+
+only_w = jax.tree.map(lambda x: x.ndim > 1, params)
+labels = jax.tree.map(lambda x: "adam" if x.ndim else "sgd", params)
+momentum = optax.sgd(0.1, momentum=0.9)
+optimizers = {{
+    "momentum": momentum,
+    "adafactor": optax.adafactor(0.01),
+    "adamw": optax.adamw(0.01, mask=only_w),
+    "several": optax.multi_transform({{"adam": optax.adam(0.01), "sgd": momentum}}, labels),
+}}
+for name, inner in optimizers.items():
+    exact = name in ("momentum", "adafactor")  # XLA rounds Adam by what it compiles together
+    for compiled in [False, True][: 1 if exact else 2]:
+        tx = hvd.DistributedOptimizer(inner, shard_state=True)
+        one, other = trained(hvd.DistributedOptimizer(inner), compiled), trained(tx, compiled)
+        equal((one[0], one[1]), (other[0], hvd.whole_state(other[1])), 0.0 if exact else 1e-6)
+        check_alike(other[0])
+
+# Each rank has a part, and all parts are the whole.
+plain, tx = optax.adam(0.01), hvd.DistributedOptimizer(optax.adam(0.01), shard_state=True)
+params_after, state = trained(tx, True)
+parts = hvd.allgather_object(sum(x.size for x in jax.tree.leaves(state)) - 1)
+assert sum(parts) == sum(x.size for x in jax.tree.leaves(plain.init(params))) - 1, parts
+assert max(parts) < 0.9 * sum(parts)
+
+# A part of a chain, next to what needs all gradients.
+clip = optax.clip_by_global_norm(0.01)
+whole = hvd.DistributedOptimizer(optax.chain(clip, momentum))
+divided = hvd.DistributedOptimizer(optax.chain(clip, hvd.shard_state(momentum)))
+one, other = trained(whole, False), trained(divided, False)
+equal(one, (other[0], hvd.whole_state(other[1])))
+for inner in (optax.chain(clip, momentum), optax.apply_if_finite(momentum, 5)):
+    error = raised(lambda: hvd.shard_state(inner).init(params))
+    assert isinstance(error, ValueError) and "depends on no other one, but that of" in str(error)
+
+# Saved on rank 0, and loaded by any number of ranks.
+saved = hvd.broadcast_object(jax.tree.map(np.asarray, hvd.whole_state(state)))
+for group in (None, hvd.new_group([0, 1]), hvd.new_group([2])):
+    if group is None or group:
+        tx = hvd.shard_state(optax.adam(0.01), group=group)
+        loaded = hvd.divided_state(saved, tx.init(params))
+        equal(hvd.whole_state(loaded), saved)
+        gradients = jax.tree.map(lambda x: x + 1.0, params)
+        equal(tx.update(gradients, loaded)[0], plain.update(gradients, saved)[0], 1e-6)
+assert "other parameters" in str(raised(lambda: hvd.divided_state(saved, tx.init([x]))))
+
+# What would save or copy a share alone.
+for call in (pickle.dumps, copy.deepcopy):
+    assert "whole_state()" in str(raised(lambda: call(state)))
+assert isinstance(raised(lambda: hvd.broadcast_parameters(state)), hvd.MismatchError)
+assert isinstance(raised(lambda: tx.update(gradients, saved)), TypeError)
+
+# A commit has all of it; after a change of the ranks, they go back to it.
+tx = hvd.DistributedOptimizer(momentum, shard_state=True)
+kept = elastic.State(params=params, state=tx.init(params), chain=(tx.init(params), 1))
+kept.params, kept.state = trained(tx, True, kept.state, steps=2)
+kept.commit()
+lost = trained(tx, True, kept.state, kept.params, steps=1)
+hvd.shutdown()
+hvd.init()
+assert "the ranks have changed" in str(raised(lambda: trained(tx, False, lost[1])))
+kept.params, kept.state = lost
+assert kept.has_lost_shares()
+kept.restore()
+assert not kept.has_lost_shares()
+kept.sync()
+after = trained(tx, True, kept.state, kept.params, steps=2)
+before = trained(hvd.DistributedOptimizer(momentum), True)
+equal(before, (after[0], hvd.whole_state(after[1])), 1e-6)
+"""
+    ranks(code, np=3)
