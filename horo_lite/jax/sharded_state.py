@@ -84,7 +84,7 @@ def shard_state(
                 f"not a {type(state).__name__}"
             )
         division = state.division
-        check_not_lost(division.group, ops.ranks_of(group))
+        check_not_lost(division.group, ops.ranks_of(group), "a whole_state()")
         given = division, tuple(map(jnp.result_type, jax.tree.leaves((updates, params))))
         if given not in dtypes:  # other ranks' updates have those that the transformation returns
             state_like = division.like(division.init)
@@ -230,7 +230,7 @@ class ShardedState:
         if self._whole is not None:
             return _by_path(self._whole())
         group = self.division.group
-        check_not_lost(group, group)
+        check_not_lost(group, group, "a whole_state()")
         return collected(group, _LABEL, _by_path(self.inner_state))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

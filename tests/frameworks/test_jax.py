@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from digits_runs import accuracy_of
-from launch import Result, run_ranks
+from launch import Result, mpi_name, run_ranks
 from worlds import script_on_ranks
 from xla_variables import compilation
 
@@ -1031,3 +1031,58 @@ before = trained(hvd.DistributedOptimizer(momentum), True)
 equal(before, (after[0], hvd.whole_state(after[1])), 1e-6)
 """
     ranks(code, np=3)
+
+
+@pytest.mark.skipif(mpi_name() != "openmpi", reason="Open MPI's fault tolerance")
+def test_the_others_continue_when_a_rank_is_killed_inside_jit() -> None:
+    result = run_ranks(
+        f"""{START}
+import os
+from horo_lite import elastic
+
+params = {{f"w{{i}}": jnp.full((5, 4 + i), 0.1 * i) for i in range(6)}}
+momentum = optax.sgd(0.1, momentum=0.9)
+
+def trained(tx, params, state, steps):
+    def step(params, state, k):  # the same gradients on all ranks, however many there are
+        gradients = jax.tree.map(lambda x: jnp.cos(x + k), params)
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    for k in steps:
+        params, state = jax.jit(step)(params, state, k)
+    return jax.block_until_ready((params, state))
+
+whole = hvd.DistributedOptimizer(momentum)
+divided = hvd.DistributedOptimizer(momentum, shard_state=True)
+state = elastic.State(
+    one=(params, whole.init(params)), other=(params, divided.init(params)), step=0, seen=[]
+)
+
+@elastic.run
+def train(state):
+    while state.step < 8:
+        if rank == 1 and state.step == 5:
+            os.kill(os.getpid(), 9)
+        state.one = trained(whole, *state.one, [state.step])
+        state.other = trained(divided, *state.other, [state.step])
+        state.seen = [*state.seen, state.step]
+        state.step += 1
+        if state.step % 3 == 0:
+            state.commit()
+
+train(state)
+params, kept = trained(momentum, params, momentum.init(params), range(8))
+for mine in (state.one, (state.other[0], hvd.whole_state(state.other[1]))):
+    for one, other in zip(jax.tree.leaves(mine), jax.tree.leaves((params, kept)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+print("ends", hvd.rank(), hvd.size(), state.seen, flush=True)
+""",
+        3,
+        env=compilation(),
+        options=["--with-ft", "ulfm"],
+        timeout_s=90,
+    ).check()
+    seen = list(range(8))
+    ends = sorted(line for line in result.stdout.splitlines() if line.startswith("ends"))
+    assert ends == [f"ends {rank} 2 {seen}" for rank in (0, 1)]
