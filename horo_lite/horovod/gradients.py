@@ -76,8 +76,11 @@ class GradientAverager:
         names: Sequence[str],
         gradients: Sequence[Any],
         weight: Any = None,
+        like: Any = None,
     ) -> list[Any]:
         """Return the gradients that the optimizer is to apply; every rank calls it.
+
+        Those of a rank that has none of its own are arrays like `like`.
 
         A rank outside the process set keeps its own gradients, as in Horovod.
         """
@@ -94,7 +97,7 @@ class GradientAverager:
         _, sent, restored = options.compression.compressed(
             [scaled(results[i], 1 / factor) for i in averaged]
         )
-        averages = restored(self._transform([names[i] for i in averaged], sent, weight))
+        averages = restored(self._transform([names[i] for i in averaged], sent, weight, like))
         for i, average in zip(averaged, averages, strict=True):
             results[i] = scaled(average, factor)
         return results

@@ -45,7 +45,21 @@ class Averaging(Sharing):
         """Do not exchange the gradient of this variable; call it before the first step.
 
         The gradient is divided by the number of ranks unless scale_local_gradients=False.
+
+        Raises:
+            ValueError: The optimizer does to all gradients what depends on all of them, so those of
+                local variables would make the others differ between ranks.
         """
+        reason = ""
+        if getattr(self, "inner_optimizer", None) is not None:
+            reason = "a LossScaleOptimizer skips a step if any gradient is not finite"
+        elif getattr(self, "global_clipnorm", None):
+            reason = "global_clipnorm scales all gradients by a norm over all; clipnorm does not"
+        if reason:
+            raise ValueError(
+                f"{self.__class__.__name__} cannot have local variables such as {name_of(var)!r}: "
+                f"{reason}. Local gradients differ between ranks, so all variables would diverge"
+            )
         self._averager.register_local([var])
 
     def get_config(self) -> Any:

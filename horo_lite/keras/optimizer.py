@@ -61,10 +61,11 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     the batches. In `fit`, uneven batches need a loss with reduction="sum", op=hvd.Sum and a
     learning rate divided by the samples of a batch.
 
-    A gradient missing on some ranks counts as zeros there. Variables are identified by their paths:
-    if a rank has built more models than others, its layers need explicit names (Keras numbers
-    unnamed ones: dense, dense_1). After `register_local_var(variable)`, called before the first
-    step, the gradient of that variable is not exchanged.
+    A gradient missing on some ranks counts as zeros there (with backward_passes_per_step, all ranks
+    need the same ones). Variables are identified by their paths: if a rank has built more models
+    than others, its layers need explicit names (Keras numbers unnamed ones: dense, dense_1). After
+    `register_local_var(variable)`, called before the first step, the gradient of that variable is
+    not exchanged. Neither global_clipnorm nor a LossScaleOptimizer goes with that.
 
     Args:
         optimizer: A Keras optimizer, or the name of one. Under mixed_float16, pass a
@@ -329,9 +330,11 @@ class AveragingOptimizer(Averaging):
             return grads  # exchanged when they have been added up: see _clip_gradients
         if variables is None:
             variables = self._trainable_variables
-        if self._is_averaged or len(grads) != len(variables):  # Keras raises the error
+        if self._is_averaged or len(grads) != len(variables) or not grads:  # or Keras raises
             return grads
-        return self._averager(variables, list(map(name_of, variables)), grads, weight)
+        # What a rank without any gradient receives is of the same kind as its variables.
+        like = None if any(g is not None for g in grads) else variables[0].value
+        return self._averager(variables, list(map(name_of, variables)), grads, weight, like)
 
     # Every backend's Keras optimizer calls these two methods in this order, the second one with the
     # sum over the passes.

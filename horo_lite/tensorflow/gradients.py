@@ -53,7 +53,11 @@ class Transform(transform.Transform):
 
     @as_it_is
     def __call__(
-        self, names: Sequence[str], gradients: Sequence[Any], weight: Any = None
+        self,
+        names: Sequence[str],
+        gradients: Sequence[Any],
+        weight: Any = None,
+        like: Any = None,  # always a tensor
     ) -> list[Any]:
         results = list(gradients)
         if self._sparse_as_dense:

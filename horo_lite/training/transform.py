@@ -23,8 +23,8 @@ class Transform:
     zeros if other ranks have a gradient, and receives the result. Writable gradients, such as
     torch's, are changed in place and returned; for others, the result has new arrays. With
     `copies`, nothing is changed, and the result has the core's own arrays, to be returned through
-    `like`. `weight`, on every rank or on none, is this rank's number of samples; `title` is that of
-    the Reducer.
+    `like`. `weight`, on every rank or on none, is this rank's number of samples. A rank without any
+    gradient receives arrays like `like`, or NumPy's. `title` is that of the Reducer.
     """
 
     def __init__(
@@ -44,13 +44,17 @@ class Transform:
         self._notes: dict[int, str] = {}  # those of all ranks
 
     def __call__(
-        self, names: Sequence[str], gradients: Sequence[Any], weight: float | None = None
+        self,
+        names: Sequence[str],
+        gradients: Sequence[Any],
+        weight: float | None = None,
+        like: Any = None,
     ) -> list[Any]:
         if is_traced(gradients):
             return self._inside_jit(names, gradients, weight)
         reducer = self._bound(names)
         reducer.weight = weight
-        self._adapter.like = next((g for g in gradients if g is not None), None)
+        self._adapter.like = next((g for g in gradients if g is not None), like)
         try:
             for slot, gradient in zip(self._slots, gradients, strict=True):
                 slot.grad = gradient

@@ -597,7 +597,7 @@ def applied(
 
     call: Any = tf.function(step) if in_graph else step
     for each in steps:
-        call(*(convert([g]) for g in each))
+        call(*(None if g is None else convert([g]) for g in each))
     if is_keras2:
         return [float(v.numpy()[0]) for v in variables]
     return [float(keras.ops.convert_to_numpy(v.value)[0]) for v in variables]
@@ -676,6 +676,18 @@ def check_passes_per_step() -> None:
         hvd.DistributedOptimizer("sgd", backward_passes_per_step=0)
 
 
+def check_ranks_without_gradients() -> None:
+    if is_keras2 or world.size == 1:
+        return  # tf_keras itself requires a gradient
+    here = world.rank == world.size - 1
+    for factor in (1.0, 2.0):
+        optimizer = hvd.DistributedOptimizer(
+            keras.optimizers.SGD(1.0, momentum=0.9), gradient_predivide_factor=factor
+        )
+        found = applied(optimizer, [float(world.size), 2.0 * world.size] if here else [None, None])
+        assert found == [1.0, 1.0]
+
+
 def check_local_variables_and_predivision() -> None:
     """Horovod: a local gradient is this rank's, divided by the number of ranks; sum(g/f) * f/N."""
     n, own = world.size, world.rank + 1.0
@@ -694,6 +706,14 @@ def check_local_variables_and_predivision() -> None:
         optimizer = hvd.DistributedOptimizer(sgd, gradient_predivide_factor=factor)
         found = applied(optimizer, [own, 2 * own])
         np.testing.assert_allclose(found, [2 - mean, 3 - 2 * mean], rtol=1e-6)
+    for options, reason in (({"global_clipnorm": 1.0}, "global_clipnorm"), ({}, "LossScale")):
+        sgd = keras.optimizers.SGD(1.0, **options)
+        if not options and is_keras2:
+            sgd = keras.mixed_precision.LossScaleOptimizer(sgd)
+        elif not options:
+            sgd = keras.optimizers.LossScaleOptimizer(sgd)
+        with pytest.raises(ValueError, match=rf"local variables such as 'number_3.*: .*{reason}"):
+            applied(hvd.DistributedOptimizer(sgd), keeps_last=True)
     with pytest.raises(ValueError, match="needs op=Average"):
         hvd.DistributedOptimizer("sgd", gradient_predivide_factor=2.0, op=hvd.Sum)
     model = network()
