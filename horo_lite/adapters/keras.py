@@ -25,8 +25,14 @@ class KerasAdapter(VariablesAdapter):
         if isinstance(owner, keras.layers.Layer):
             return [(variable.path, variable) for variable in owner.weights]
         if isinstance(owner, keras.optimizers.Optimizer):
-            return [(variable.path, variable) for variable in owner.variables]
+            # With backward_passes_per_step, each rank adds up its own gradients.
+            passes = getattr(owner, "_passes", 1)
+            sums = set(map(id, owner._accumulated_gradients)) if passes > 1 and owner.built else ()
+            return [pair for pair in self.variables(owner) if id(pair[1]) not in sums]
         return []
+
+    def variables(self, optimizer: Any) -> Named:
+        return [(variable.path, variable) for variable in optimizer.variables]
 
     def replica(self, owner: Any, buffers: bool) -> Named | None:
         if not isinstance(owner, keras.layers.Layer):

@@ -300,13 +300,17 @@ class Adapter:
 
 
 class VariablesAdapter(Adapter):
-    """Optimizers that keep their state in variables, all of which `parameters()` lists."""
+    """Optimizers that keep their state in variables, which `variables()` lists."""
+
+    def variables(self, optimizer: Any) -> Named:
+        """Return all of the state, with what each rank has of its own."""
+        return self.parameters(optimizer)
 
     def state(self, optimizer: Any) -> Any | None:
-        return [np.array(self.value(variable)) for _, variable in self.parameters(optimizer)]
+        return [np.array(self.value(variable)) for _, variable in self.variables(optimizer)]
 
     def set_state(self, optimizer: Any, state: Any) -> None:
-        for (_, variable), array in zip(self.parameters(optimizer), state, strict=True):
+        for (_, variable), array in zip(self.variables(optimizer), state, strict=True):
             self.set_value(variable, array)
 
 
