@@ -91,13 +91,19 @@ def run(train: Any = None, *, min_size: int = 1, max_size: int | None = None) ->
 
     @wraps(train)
     def call(state: State, *args: Any, **kwargs: Any) -> Any:
+        def trained() -> Any:
+            try:
+                return train(state, *args, **kwargs)
+            finally:  # before another rank 0 writes to the file
+                state.flush()
+
         joins = growth.is_replacement()
         if not joins and not survives(state._checkpoint):
             state.read_checkpoint()
             state.sync()
-            return train(state, *args, **kwargs)
+            return trained()
         with others_go_on():
-            job = _Run(lambda: train(state, *args, **kwargs), state, min_size, max_size)
+            job = _Run(trained, state, min_size, max_size)
             if joins:
                 job.join()
             try:
@@ -289,6 +295,7 @@ class _Run:
         group, path = world().group, self._state._checkpoint
         self._state.save()
         self._state.write_checkpoint()
+        self._state.flush()
         ops.barrier(group=group)
         ranks = "1 rank" if group.size == 1 else f"{group.size} ranks"
         raise TooFewRanksError(

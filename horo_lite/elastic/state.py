@@ -10,6 +10,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -60,11 +61,25 @@ class State:
     checkpoint: the file to which rank 0 also writes each commit, so that a restarted job continues
     from there (HORO_LITE_CHECKPOINT; restarts set it). `run` reads it. The file is written
     atomically, and each commit waits for the disk: choose an interval at which this is negligible.
+
+    write_in_background: whether commits only wait until the previous one is on the disk. A thread
+    of rank 0 writes while training continues; a job that is killed meanwhile continues from the
+    commit before. `flush()` waits for it, as do `run` and the end of the program; a write that has
+    failed raises its OSError there, or in the next commit.
     """
 
-    def __init__(self, *, checkpoint: str | os.PathLike[str] | None = None, **things: Any) -> None:
+    def __init__(
+        self,
+        *,
+        checkpoint: str | os.PathLike[str] | None = None,
+        write_in_background: bool = False,
+        **things: Any,
+    ) -> None:
         given = checkpoint or os.environ.get("HORO_LITE_CHECKPOINT")
         self._checkpoint = os.fspath(given) if given else None
+        # The interpreter waits for its thread before it ends.
+        self._writer = ThreadPoolExecutor(1, "horo_lite commit") if write_in_background else None
+        self._writing: Future[None] | None = None
         self._callbacks: list[Callable[[], None]] = []
         self._check_for_ranks: Callable[[], None] | None = None  # set by `run`
         self._n_commits = 0
@@ -119,8 +134,23 @@ class State:
 
     def write_checkpoint(self) -> None:
         """Write the last saved content to the disk, on rank 0 if the state has a checkpoint."""
-        if self._checkpoint and context.rank() == 0:
+        if not self._checkpoint or context.rank() != 0:
+            return
+        if self._writer is None:
             checkpoint.save(self._checkpoint, self._saved)
+        else:  # nothing changes what is saved: another commit replaces it
+            self.flush()
+            self._writing = self._writer.submit(checkpoint.save, self._checkpoint, self._saved)
+
+    def flush(self) -> None:
+        """Wait until the last commit is on the disk, if it is written in the background.
+
+        Raises:
+            OSError: It cannot be written; the previous one still exists.
+        """
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
 
     def read_checkpoint(self) -> None:
         """Load the last commit from the disk, if there is one; on rank 0 only.
@@ -132,6 +162,7 @@ class State:
         """
         if not self._checkpoint or context.rank() != 0:
             return
+        self.flush()
         committed = checkpoint.saved_at(self._checkpoint)
         snapshot = checkpoint.load(self._checkpoint)
         if snapshot is None:

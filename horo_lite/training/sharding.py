@@ -117,12 +117,12 @@ def collected(group: Group, label: str, mine: Mapping[K, V]) -> dict[K, V]:
     return dict(chain.from_iterable(rank.items() for rank in everyone))
 
 
-def check_not_lost(then: Group, now: Group | None, collected: str = "a state_dict()") -> None:
+def check_not_lost(then: Group, now: Group | None, whole: str = "a state_dict()") -> None:
     """Raise RuntimeError unless the ranks that divided a state are those of now."""
     if then.is_closed or then is not now:
         raise RuntimeError(
             "the ranks have changed since the optimizer's state was divided between them "
-            f"(shard_state=True), so parts of it are lost: load {collected} that was collected "
+            f"(shard_state=True), so parts of it are lost: load {whole} that was collected "
             "before, on every rank, and continue from there"
         )
 

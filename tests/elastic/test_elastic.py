@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from launch import Result, mpi_name, run_ranks
 
 import horo_lite as hvd
 from horo_lite import checkpoint, elastic
+from horo_lite.errors import CheckpointError
 from horo_lite.transports.peers import allgather_objects
 
 SOAK = Path(__file__).resolve().parents[1] / "soak" / "soak_training.py"
@@ -134,6 +136,43 @@ def test_arrays_of_any_dtype_are_kept(alone) -> None:
     counts = elastic.State(array=np.zeros(2, int))  # floats on the rank that sends it
     counts.load({"array": np.array([0.5, 1.5])})
     assert counts.array.tolist() == [0.5, 1.5]
+
+
+def test_commits_in_the_background(alone, tmp_path, monkeypatch) -> None:
+    disk, written, save = threading.Semaphore(0), [], checkpoint.save
+
+    def slowly(path: str, snapshot: Any) -> None:
+        assert disk.acquire(timeout=20)
+        save(path, snapshot)
+        written.append(snapshot["step"])
+
+    monkeypatch.setattr(checkpoint, "save", slowly)
+    path, array = str(tmp_path / "commits"), np.zeros(3)
+    state = elastic.State(array=array, step=0, checkpoint=path, write_in_background=True)
+
+    @elastic.run
+    def train(state: elastic.State) -> None:
+        for state.step in range(1, 4):
+            array[:] = state.step
+            if state.step > 1:  # it waits for the one before, and then does not wait for the disk
+                threading.Timer(0.1, disk.release).start()
+            state.commit()
+            assert written == list(range(1, state.step))
+            array[:] = -1  # what is written is a copy
+        disk.release()
+
+    train(state)
+    assert written == [1, 2, 3]  # at its end
+    kept = checkpoint.load(path)
+    assert (kept["array"] == 3).all(), kept
+
+    (tmp_path / "commits").unlink()
+    (tmp_path / "commits").mkdir()
+    disk.release(2)
+    state.commit()
+    with pytest.raises(CheckpointError, match="commits"):
+        state.commit()
+    state.flush()  # the error has been raised, and nothing is in progress
 
 
 def test_names_that_refer_to_one_object_since_the_commit(alone) -> None:
