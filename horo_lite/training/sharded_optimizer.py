@@ -129,6 +129,8 @@ class Shares:
         self._make, self._now, self._ranks = make, named, ranks
         self._alone = list(_alone(parameters))
         self._named = named()
+        if not self._named:
+            raise ValueError("shard_state=True needs parameters, and parameters= has none")
         twice = [name for name, n in Counter(name for name, _ in self._named).items() if n > 1]
         if twice:
             raise ValueError(

@@ -627,6 +627,7 @@ def test_what_is_refused() -> None:
         for call, error, text in (
             (lambda: wrapped(Momentum(net)), TypeError, "pass a function .* not a Momentum"),
             (lambda: wrapped(Momentum, None), TypeError, "needs all parameters"),
+            (lambda: wrapped(Momentum, {"a": []}), ValueError, "parameters= has none"),
             (lambda: wrapped(Momentum, shard_state=False), TypeError, "is for shard_state=True"),
             (lambda: wrapped(Momentum, shard_state="elements"), ValueError, "of PyTorch"),
             (
