@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +21,12 @@ BUCKET_BYTES = 128 * 2**20
 # NCCL's text for ncclInvalidUsage, such as several ranks on one GPU, which it may tell apart in
 # other ways than we do.
 _REFUSED = "invalid usage"
+
+# NCCL's own variables with which its communicators would not be as they are asked for.
+_SPOILING = {
+    "NCCL_COMM_BLOCKING": "whose calls would then not return if another rank is missing",
+    "NCCL_COMM_ID": "all of whose communicators would then meet at one address, and mix up",
+}
 
 _warned: set[str] = set()  # the reasons for slow exchanges that have been reported
 
@@ -185,6 +192,11 @@ def _endpoint(index: int, allowed: bool, leads: bool) -> _Endpoint:
     mine = _Endpoint(host_key(), index, gpu, settings.shares_gpus_with_nccl())
     if not allowed:
         return mine._replace(problem="the device given to init() is the CPU")
+    for name, why in _SPOILING.items():
+        value = os.environ.get(name, "")
+        if value and (name, value) != ("NCCL_COMM_BLOCKING", "0"):  # 0 is what is asked for
+            problem = f"{name}={value} is set for NCCL, {why}: unset it"
+            return mine._replace(problem=problem)
     try:
         path, version = _native.nccl_library(nccl_candidates())
         unique_id = _native.nccl_unique_id() if leads else b""

@@ -95,6 +95,7 @@ def n_operations() -> int:
 
 
 def life() -> None:
+    os.environ["NCCL_COMM_BLOCKING"] = "0"  # as horo_lite asks for it anyway
     group = start(BUCKET_BYTES="4096")
     ops.allreduce(on_gpu([1.0]), Sum, group=group).numpy()
     calls = log()
@@ -464,6 +465,11 @@ def without_nccl() -> None:
         NCCL_LIB=good,
         FAKE_NCCL_VERSION=mine,
     )
+    for name, value in (("NCCL_COMM_BLOCKING", "1"), ("NCCL_COMM_ID", "127.0.0.1:7000")):
+        if RANK == 1:
+            os.environ[name] = value
+        travels(["on rank 1", f"{name}={value}", "unset it"])
+        os.environ.pop(name, None)
 
 
 # Mismatches.

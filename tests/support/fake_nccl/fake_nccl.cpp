@@ -319,6 +319,8 @@ NcclResult ready(const CommPtr& comm) {
 int blocking_of(const NcclConfig* config, int inherited) {
   if (config == nullptr) return inherited;
   if (config->magic != NcclConfig{}.magic || config->size < sizeof(NcclConfig)) return -1;
+  // The variable wins. (NCCL reads it once.)
+  if (const char* wins = std::getenv("NCCL_COMM_BLOCKING")) return std::atoi(wins) != 0;
   if (config->blocking == kNcclUndefined) return 1;
   return config->blocking == 0 || config->blocking == 1 ? config->blocking : -1;
 }
