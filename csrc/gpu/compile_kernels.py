@@ -4,7 +4,7 @@ Usage: compile_kernels.py WHEELS OUTPUT ARCHITECTURE...
 
 WHEELS is the folder `nvidia` in which pip installs nvidia-cuda-nvrtc-cu12, nvidia-nvfatbin-cu12 and
 nvidia-cuda-runtime-cu12. OUTPUT gets machine code for every architecture (75, 80, …), and PTX of
-the last one for future GPUs. Messages of the compiler go to stderr.
+the first one for all GPUs without any. Messages of the compiler go to stderr.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def main() -> None:
     source = Path(__file__).with_name("kernels.cu")
     for number in architectures:
         fatbin.add("Cubin", compiler.compile(source, "CUBIN", f"sm_{number}"), number)
-    newest = architectures[-1]
-    fatbin.add("PTX", compiler.compile(source, "PTX", f"compute_{newest}"), newest)
+    oldest = architectures[0]
+    fatbin.add("PTX", compiler.compile(source, "PTX", f"compute_{oldest}"), oldest)
     Path(output).write_bytes(fatbin.bytes())
 
 

@@ -3,22 +3,18 @@
 # Sets HORO_LITE_CUDA_FROM (nvcc, wheels or none); horo_lite_add_cuda(target) adds the sources.
 
 # Turing and every later generation that the compiler of this version supports. One cubin serves all
-# later GPUs of its generation; PTX of the last generation serves future GPUs.
-#
-# They take minutes to compile. So without a GPU, and unless more is requested, only PTX of the first is
-# built, which the driver of any GPU compiles at its first use.
+# later GPUs of its generation, and PTX of the first every GPU without one: those of the future, and of
+# generations that this compiler does not know. The kernels use nothing newer than Turing.
 function(horo_lite_architectures version)
   set(known 75 80 90)
   if(version VERSION_GREATER_EQUAL 12.8)
-    list(APPEND known 100 120)
+    list(APPEND known 100)
   endif()
-  set(HORO_LITE_PTX_ONLY 0 PARENT_SCOPE)
-  if(HORO_LITE_CUDA_ARCHITECTURES STREQUAL "" AND NOT HORO_LITE_CUDA_WHEELS AND NOT EXISTS /dev/nvidiactl
-     AND NOT EXISTS /dev/dxg AND NOT EXISTS /dev/nvhost-gpu)
-    set(HORO_LITE_PTX_ONLY 1 PARENT_SCOPE)
-    set(HORO_LITE_GENERATIONS "any GPU" PARENT_SCOPE)
-    set(CMAKE_CUDA_ARCHITECTURES 75-virtual PARENT_SCOPE)
-    return()
+  if(version VERSION_GREATER_EQUAL 13)
+    list(APPEND known 110)  # CUDA 12 has another number for it
+  endif()
+  if(version VERSION_GREATER_EQUAL 12.8)
+    list(APPEND known 120)
   endif()
   if(NOT HORO_LITE_CUDA_ARCHITECTURES MATCHES "^(all)?$")
     set(known ${HORO_LITE_CUDA_ARCHITECTURES})
@@ -26,9 +22,9 @@ function(horo_lite_architectures version)
   set(HORO_LITE_GENERATIONS ${known} PARENT_SCOPE)
   set(real ${known})
   list(TRANSFORM real APPEND "-real" REGEX "^[0-9]+[af]?$")
-  list(GET known -1 newest)
-  if(newest MATCHES "^[0-9]+$")
-    list(APPEND real ${newest}-virtual)
+  list(GET known 0 oldest)
+  if(oldest MATCHES "^[0-9]+$")
+    list(APPEND real ${oldest}-virtual)
   endif()
   set(CMAKE_CUDA_ARCHITECTURES ${real} PARENT_SCOPE)
 endfunction()
@@ -50,7 +46,7 @@ function(horo_lite_find_nvcc result)
 endfunction()
 
 option(HORO_LITE_CUDA "Use a CUDA toolkit if there is one" ON)
-set(HORO_LITE_CUDA_ARCHITECTURES "" CACHE STRING "all, native or such as 90; empty: all if there is a GPU, else PTX")
+set(HORO_LITE_CUDA_ARCHITECTURES "" CACHE STRING "all (the default), native or such as 90 or 75-virtual")
 set(HORO_LITE_CUDA_WHEELS "" CACHE PATH "Folder nvidia/ with NVRTC, nvFatbin and the runtime of CUDA 12.9, from PyPI")
 set(HORO_LITE_CUDA_FROM none)
 if(NOT HORO_LITE_CUDA)
@@ -81,13 +77,8 @@ else()
     elseif(CMAKE_CUDA_COMPILER)
       horo_lite_architectures("${release}")
       set(HORO_LITE_CUDA_FROM nvcc)
-      if(HORO_LITE_PTX_ONLY)
-        message(STATUS "CUDA ${release} for any GPU: ${nvcc}. This machine has no GPU, so this is PTX, which a GPU's "
-          "driver compiles at the first use; HORO_LITE_CUDA_ARCHITECTURES=all (or 90) builds machine code, in minutes")
-      else()
-        message(STATUS "CUDA ${release} for ${HORO_LITE_GENERATIONS}: ${nvcc}. All architectures take minutes; "
-          "HORO_LITE_CUDA_ARCHITECTURES=90 (or native) builds for one, HORO_LITE_CUDA=0 without CUDA")
-      endif()
+      message(STATUS "CUDA ${release} for ${HORO_LITE_GENERATIONS}: ${nvcc}. Each takes some 8 s of CPU time; "
+        "HORO_LITE_CUDA_ARCHITECTURES=90 (or native) builds for one, HORO_LITE_CUDA=0 without CUDA")
       set(CMAKE_CUDA_STANDARD 17)
       set(CMAKE_CUDA_STANDARD_REQUIRED ON)
       set(CMAKE_CUDA_EXTENSIONS OFF)
