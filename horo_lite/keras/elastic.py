@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import os
 from typing import Any
 
+import numpy as np
+
 from horo_lite.elastic import HostsUpdatedInterrupt, ObjectState, State, run
-from horo_lite.keras.base import build, keras
+from horo_lite.elastic.state import Progress
+from horo_lite.keras.base import build, is_keras2, keras
 
 __all__ = [
     "CommitStateCallback",
@@ -25,12 +30,17 @@ class TensorFlowKerasState(State):
 
         state = hvd.elastic.KerasState(model, batch=0, epoch=0)
 
+    If a rank dies while fit() runs on JAX, the others go back to the last commit, since the step
+    that failed has overwritten the arrays.
+
     Args:
         model: A Keras model that has been built.
         optimizer: Its optimizer, if the model was not compiled with it.
         backend: TensorFlow 1's argument, which has no effect here.
         **things: Other objects that belong to the state: see `horo_lite.elastic.State`.
     """
+
+    model: Any
 
     def __init__(
         self, model: Any, optimizer: Any = None, backend: Any = None, **things: Any
@@ -42,6 +52,31 @@ class TensorFlowKerasState(State):
             build(optimizer, model.trainable_variables)
         own = {} if optimizer is None else {"optimizer": optimizer}
         super().__init__(model=model, **own, **things)
+
+    def progress(self) -> Progress:
+        """Return how far this rank has advanced; go back to the last commit if arrays are lost.
+
+        On JAX, fit() gives each step the memory of its arrays: if the step fails, they are gone.
+        """
+        lost = self._lost()
+        for variable in lost:
+            # Those that are not part of the state are metrics, and seeds, which differ by rank.
+            is_seed = variable.dtype == "uint32"
+            bits = np.frombuffer(os.urandom(4 * math.prod(variable.shape)), np.uint32)
+            values = (bits if is_seed else 0 * bits).reshape(variable.shape)
+            variable.assign(keras.ops.convert_to_tensor(values, variable.dtype))
+        if lost:
+            self.restore()
+        progress = super().progress()
+        return progress._replace(is_whole=progress.is_whole and not lost)
+
+    def _lost(self) -> list[Any]:
+        """Return the variables without values."""
+        if is_keras2 or keras.backend.backend() != "jax":
+            return []
+        optimizer = getattr(self, "optimizer", None)
+        variables = [*self.model.variables, *([] if optimizer is None else optimizer.variables)]
+        return [v for v in variables if v._value is not None and v._value.is_deleted()]
 
 
 KerasState = TensorFlowKerasState

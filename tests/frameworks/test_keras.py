@@ -134,3 +134,54 @@ def test_an_elastic_script_for_horovod_runs_as_it_is() -> None:
     env = {"KERAS_BACKEND": "torch"}
     both = figures(run_script("keras_elastic.py", 2, timeout_s=LIMIT_S, env=env), 2)
     assert both == pytest.approx(expected, rel=1e-3)
+
+
+DIES_IN_FIT = """
+    import os
+    import signal
+    import keras
+    import numpy as np
+    import horo_lite.keras as hvd
+
+    hvd.init()
+    layers = [keras.Input((3,)), keras.layers.Dropout(0.1), keras.layers.Dense(2)]
+    model = keras.Sequential(layers)
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.1)), loss="mse")
+    state = hvd.elastic.KerasState(model, batch=0, epoch=0)
+    x = np.random.default_rng(hvd.rank()).standard_normal((16, 3)).astype(np.float32)
+
+    class Dies(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            if hvd.size() == 3 and hvd.rank() == 2 and (state.epoch, batch) == (1, 3):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    @hvd.elastic.run
+    def train(state):
+        if hvd.size() == 2:
+            seeds = hvd.allgather(np.array(layers[1].seed_generator.state.value))
+            assert seeds[0] != seeds[2], seeds
+            print("goes on", state.epoch, state.batch, int(model.optimizer.iterations), flush=True)
+        callbacks = [
+            Dies(),
+            hvd.elastic.UpdateEpochStateCallback(state),
+            hvd.elastic.UpdateBatchStateCallback(state),
+            hvd.elastic.CommitStateCallback(state, batches_per_commit=2),
+        ]
+        epochs = 2 - state.epoch
+        model.fit(x, x[:, :2], batch_size=4, epochs=epochs, verbose=0, callbacks=callbacks)
+
+    train(state)
+    hvd.check_in_sync(model)
+    hvd.check_in_sync(model.optimizer)
+    print("ended", hvd.size(), state.epoch, int(model.optimizer.iterations), flush=True)
+"""
+
+
+def test_the_others_go_on_if_a_rank_dies_in_a_compiled_step() -> None:
+    """JAX has given away the arrays of the step that failed: it goes back to the last commit."""
+    env = {"KERAS_BACKEND": "jax", **compilation()}
+    result = run_ranks(
+        DIES_IN_FIT, 3, options=["--with-ft", "ulfm"], env=env, timeout_s=LIMIT_S
+    ).check()
+    assert result.stdout.count("goes on 1 1 6") == 2, result
+    assert result.stdout.count("ended 2 2 10") == 2, result
