@@ -131,7 +131,7 @@ class MicroBatches:
     Before each iteration, gradients are cleared, if the optimizer has a method for that (otherwise
     clear them yourself), and the random generators of Python, NumPy and the optimizer's framework
     are seeded; after the last they are seeded alike on all ranks. If the loop is left by `break` or
-    an exception, nothing is exchanged, and the step can be repeated.
+    an exception, nothing is exchanged, gradients are cleared, and the step can be repeated.
 
     Without an optimizer, for gradients that functions return, as in JAX:
 
@@ -246,6 +246,10 @@ class MicroBatches:
                 self._free += merge(subtrees)
                 if self._statistics is not None:
                     statistics.append(self._statistics.take(batch))
+        except GeneratorExit:
+            # Those of one micro-batch, with which a step would make the ranks diverge.
+            self._source.clear()
+            raise
         finally:
             if self._statistics is not None:
                 self._statistics.end()

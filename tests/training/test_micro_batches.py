@@ -193,7 +193,15 @@ def refusals() -> None:
     ):
         list(hvd.MicroBatches(4, Momentum())(0))
 
-    # A loop that is left is as if it had not begun.
+    # A loop that is left is as if it had not begun, such as the second one of this zip().
+    first, second = Momentum(), Momentum()
+    loops = [hvd.MicroBatches(4, each)(0) for each in (first, second)]
+    for batch, _ in zip(*loops, strict=False):
+        for p in [*first.params, *second.params]:
+            p.grad = np.full(p.data.shape, np.float32(batch.number))
+    del loops
+    assert all((p.grad == 1.5).all() for p in first.params)
+    assert all(p.grad is None for p in second.params)
     micro_batches = hvd.MicroBatches(4)
     for batch in micro_batches(0):
         batch.gradients = np.ones(1)
