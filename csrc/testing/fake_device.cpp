@@ -1,6 +1,7 @@
 #include "testing/fake_device.h"
 
 #include <algorithm>
+#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <cstdlib>
@@ -27,7 +28,14 @@ Races& races() {
   return only;
 }
 
+std::atomic<int> n_captures{0};
+
+void must_not_capture(const char* what) {
+  if (n_captures != 0) throw DeviceError(std::string("CUDA could not ") + what + ": a graph is being captured");
+}
+
 struct FakeStream : FakeStreamHead {
+  std::shared_ptr<FakeGraph> graph;  // that is being captured
   std::mutex mutex;
   std::condition_variable changed;
   std::deque<std::function<void()>> queue;
@@ -43,6 +51,9 @@ struct FakeStream : FakeStreamHead {
     enqueue = [](FakeStreamHead* stream, void (*work)(void*), void* argument) {
       static_cast<FakeStream*>(stream)->add([work, argument] { work(argument); });
     };
+    capture = [](FakeStreamHead* stream, void (*call)(void*, FakeStreamHead*), void* argument) {
+      return static_cast<FakeStream*>(stream)->captures([=](FakeStreamHead* on) { call(argument, on); });
+    };
     thread = std::thread([this] { loop(); });
   }
 
@@ -53,6 +64,19 @@ struct FakeStream : FakeStreamHead {
     }
     changed.notify_all();
     thread.join();
+  }
+
+  bool captures(std::function<void(FakeStreamHead*)> call) {
+    if (graph == nullptr) return false;
+    graph->is_joined[this] = false;
+    graph->calls.push_back(std::move(call));
+    return true;
+  }
+
+  // Makes a call that queues work, here or at each replay.
+  template <class Call>
+  void issue(const Call& call) {
+    if (!captures([call](FakeStreamHead* on) { call(*static_cast<FakeStream*>(on)); })) call(*this);
   }
 
   // What a test or the stand-in for NCCL queues; does not wait.
@@ -71,6 +95,7 @@ struct FakeStream : FakeStreamHead {
   }
 
   bool is_idle() {
+    must_not_capture("complete the work of a stream");
     const Races::Clock queued = races().queued(number);
     const std::lock_guard lock(mutex);
     if (!queue.empty() || working) return false;
@@ -105,20 +130,28 @@ struct FakeEvent {
   std::condition_variable changed;
   uint64_t recorded = 0;
   uint64_t reached = 0;
-  Races::Clock work;  // that precedes the latest recording
+  Races::Clock work;                 // that precedes the latest recording
+  std::shared_ptr<FakeGraph> graph;  // if that was captured, and of which stream
+  FakeStreamHead* stream = nullptr;
 };
 using SharedEvent = std::shared_ptr<FakeEvent>;  // work that waits in a queue may outlive the handle
 
 class FakeDevice : public Device {
  public:
-  void* allocate(int, size_t n_bytes) override { return ::operator new(n_bytes, std::align_val_t{256}); }
-  void release(int, void* memory) override { ::operator delete(memory, std::align_val_t{256}); }
+  void* allocate(int, size_t n_bytes) override {
+    must_not_capture("allocate memory");
+    return ::operator new(n_bytes, std::align_val_t{256});
+  }
+  void release(int, void* memory) override {
+    must_not_capture("free memory");
+    ::operator delete(memory, std::align_val_t{256});
+  }
   void* allocate_pinned(int index, size_t n_bytes) override { return allocate(index, n_bytes); }
   void release_pinned(int index, void* memory) override { release(index, memory); }
 
   Stream new_stream(int) override { return static_cast<FakeStreamHead*>(new FakeStream); }
   void delete_stream(int, Stream stream) override { delete of(stream); }
-  bool is_capturing(int, Stream) override { return false; }
+  bool is_capturing(int, Stream stream) override { return of(stream)->graph != nullptr; }
   bool is_idle(int, Stream stream) override { return of(stream)->is_idle(); }
 
   Event new_event(int) override { return new SharedEvent(std::make_shared<FakeEvent>()); }
@@ -129,6 +162,9 @@ class FakeDevice : public Device {
     uint64_t number;
     {
       const std::lock_guard lock(shared->mutex);
+      shared->stream = of(stream);
+      shared->graph = of(stream)->graph;
+      if (shared->graph != nullptr) return;
       number = ++shared->recorded;
       shared->work = races().queued(of(stream)->number);
     }
@@ -144,11 +180,18 @@ class FakeDevice : public Device {
   void wait(int, Stream stream, Event event) override {
     const SharedEvent shared = *static_cast<SharedEvent*>(event);
     const auto [number, work] = latest(*shared);
+    if (shared->graph != nullptr) {
+      of(stream)->graph = shared->graph;
+      shared->graph->is_joined[shared->stream] = true;
+      return;
+    }
+    if (of(stream)->graph != nullptr) throw DeviceError("captured work cannot wait for work outside of its graph");
     races().wait(of(stream)->number, work);
     of(stream)->command([shared, number = number] { wait_for(*shared, number); });
   }
 
   bool is_done(int, Event event) override {
+    must_not_capture("query an event");
     FakeEvent& shared = **static_cast<SharedEvent*>(event);
     const std::lock_guard lock(shared.mutex);
     if (shared.reached != shared.recorded) return false;
@@ -157,6 +200,7 @@ class FakeDevice : public Device {
   }
 
   void synchronize(int, Event event) override {
+    must_not_capture("wait for an event");
     const SharedEvent shared = *static_cast<SharedEvent*>(event);
     const auto [number, work] = latest(*shared);
     wait_for(*shared, number);
@@ -164,20 +208,26 @@ class FakeDevice : public Device {
   }
 
   void copy(int, void* to, const void* from, size_t n_bytes, Stream stream) override {
-    of(stream)->reads(from, n_bytes, "a copy");
-    of(stream)->writes(to, n_bytes, "a copy");
-    of(stream)->command([=] { std::memcpy(to, from, n_bytes); });
+    of(stream)->issue([=](FakeStream& on) {
+      on.reads(from, n_bytes, "a copy");
+      on.writes(to, n_bytes, "a copy");
+      on.command([=] { std::memcpy(to, from, n_bytes); });
+    });
   }
   void fill(int, void* memory, uint8_t byte, size_t n_bytes, Stream stream) override {
-    of(stream)->writes(memory, n_bytes, "a fill");
-    of(stream)->command([=] { std::memset(memory, byte, n_bytes); });
+    of(stream)->issue([=](FakeStream& on) {
+      on.writes(memory, n_bytes, "a fill");
+      on.command([=] { std::memset(memory, byte, n_bytes); });
+    });
   }
   void run(int, const KernelCall& call, Stream stream) override {
     auto pieces = std::make_shared<std::vector<GpuPiece>>(call.pieces, call.pieces + call.n_pieces);
     KernelCall later = call;
     later.pieces = pieces->data();
-    touch(*of(stream), later);
-    of(stream)->command([later, pieces] { run_on_host(later); });
+    of(stream)->issue([later, pieces](FakeStream& on) {
+      touch(on, later);
+      on.command([later, pieces] { run_on_host(later); });
+    });
   }
   void load_kernels(int) override {}
 
@@ -223,6 +273,8 @@ class FakeDevice : public Device {
   }
 
   friend void horo::see_done(Stream stream);
+  friend void horo::begin_capture(Stream stream);
+  friend std::shared_ptr<FakeGraph> horo::end_capture(Stream stream);
 };
 
 std::vector<std::string> names() {
@@ -236,6 +288,23 @@ std::vector<std::string> names() {
 }  // namespace
 
 void see_done(Stream stream) { races().seen(races().queued(FakeDevice::of(stream)->number)); }
+
+void begin_capture(Stream stream) {
+  FakeDevice::of(stream)->graph = std::make_shared<FakeGraph>();
+  ++n_captures;
+}
+
+std::shared_ptr<FakeGraph> end_capture(Stream stream) {
+  FakeStream* const first = FakeDevice::of(stream);
+  const std::shared_ptr<FakeGraph> graph = first->graph;
+  --n_captures;
+  first->graph = nullptr;
+  for (const auto& [head, is_joined] : graph->is_joined) {
+    static_cast<FakeStream*>(head)->graph = nullptr;
+    if (head != first && !is_joined) throw DeviceError("the capture ends before a stream that took part is joined");
+  }
+  return graph;
+}
 
 void forget(const void* address, size_t n_bytes) { races().forget(address, n_bytes); }
 

@@ -3,6 +3,11 @@
 // (races.h).
 #pragma once
 
+#include <functional>
+#include <map>
+#include <memory>
+#include <vector>
+
 #include "gpu/device.h"
 
 namespace horo {
@@ -19,6 +24,19 @@ struct FakeStreamHead {
   void (*enqueue)(FakeStreamHead* stream, void (*work)(void*), void* argument);
   // Declares, before it is queued, that work called `what` reads or writes this memory.
   void (*touch)(FakeStreamHead* stream, const void* address, size_t n_bytes, bool writes, const char* what);
+  // While a graph is being captured, keeps the call in it, and returns true: every replay makes it, with its stream.
+  bool (*capture)(FakeStreamHead* stream, void (*call)(void* argument, FakeStreamHead* stream), void* argument);
 };
+
+// What was captured, to be queued again. Replays are in the order of the calls, on one stream.
+struct FakeGraph {
+  std::vector<std::function<void(FakeStreamHead*)>> calls;
+  std::map<FakeStreamHead*, bool> is_joined;  // the streams with captured work: whether the first one waits for it
+};
+
+// As in CUDA: streams that wait for the captured ones take part, and whatever could wait for the GPU is an error until
+// the end, in any thread.
+void begin_capture(Stream stream);
+std::shared_ptr<FakeGraph> end_capture(Stream stream);
 
 }  // namespace horo

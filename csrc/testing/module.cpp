@@ -6,9 +6,11 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <functional>
 #include <memory>
 #include <stdexcept>
 #include <tuple>
+#include <utility>
 
 #include "bindings/python.h"
 #include "gpu/device_queue.h"
@@ -69,7 +71,10 @@ Device& device() { return *fake_gpus().device; }
 // Stands in for a framework's stream.
 struct FakeStream {
   Stream stream = device().new_stream(0);
-  ~FakeStream() { device().delete_stream(0, stream); }
+  ~FakeStream() { close(); }
+  void close() {
+    if (stream != nullptr) device().delete_stream(0, std::exchange(stream, nullptr));
+  }
 };
 
 }  // namespace
@@ -94,31 +99,52 @@ NB_MODULE(_testing, m) {
       "forget", [](uintptr_t address, size_t n_bytes) { forget(reinterpret_cast<void*>(address), n_bytes); },
       "address"_a, "n_bytes"_a, "This memory is free.");
 
+  nb::class_<FakeGraph>(m, "FakeGraph", "What was captured.")
+      .def(
+          "replay",
+          [](FakeGraph& self, uintptr_t stream) {
+            const WithoutGil release;
+            for (const auto& call : self.calls) call(reinterpret_cast<FakeStreamHead*>(stream));
+          },
+          "stream"_a, "Queues it on a stream.");
+
   nb::class_<FakeStream>(m, "FakeStream", "A stream of the fake GPUs.")
       .def(nb::new_([] { return unlocked(new FakeStream); }))
       .def_prop_ro("handle", [](const FakeStream& self) { return reinterpret_cast<uintptr_t>(self.stream); })
       .def(
           "call",
           [](FakeStream& self, Function<nb::object()> function, const Memory& reads, const Memory& writes) {
+            using Call = std::function<void(FakeStreamHead*)>;
+            auto call = std::make_unique<Call>([held = shared(function), reads, writes](FakeStreamHead* head) {
+              for (const auto& [address, n_bytes] : reads) {
+                head->touch(head, reinterpret_cast<void*>(address), n_bytes, false, "a kernel of the caller");
+              }
+              for (const auto& [address, n_bytes] : writes) {
+                head->touch(head, reinterpret_cast<void*>(address), n_bytes, true, "a kernel of the caller");
+              }
+              const auto work = [](void* argument) {
+                const std::unique_ptr<Shared> function(static_cast<Shared*>(argument));
+                const WithGil gil;
+                nb::handle(function->get())();
+              };
+              head->enqueue(head, work, new Shared(held));
+            });
             auto* head = static_cast<FakeStreamHead*>(self.stream);
-            for (const auto& [address, n_bytes] : reads) {
-              head->touch(head, reinterpret_cast<void*>(address), n_bytes, false, "a kernel of the caller");
-            }
-            for (const auto& [address, n_bytes] : writes) {
-              head->touch(head, reinterpret_cast<void*>(address), n_bytes, true, "a kernel of the caller");
-            }
-            auto* held = new Shared(shared(function));
-            head->enqueue(
-                head,
-                [](void* argument) {
-                  const std::unique_ptr<Shared> function(static_cast<Shared*>(argument));
-                  const WithGil gil;
-                  nb::handle(function->get())();
-                },
-                held);
+            const auto again = [](void* held, FakeStreamHead* stream) { (*static_cast<Call*>(held))(stream); };
+            if (head->capture(head, again, call.get())) call.release();  // for as long as the program runs
+            else (*call)(head);
           },
           "function"_a, "reads"_a = Memory(), "writes"_a = Memory(),
           "Queues a call, which reads and writes memory given as addresses and numbers of bytes.")
+      .def(
+          "close",
+          [](FakeStream& self) {
+            const WithoutGil release;
+            self.close();
+          },
+          "Waits for all work, and ends the thread, which may be in Python: before the interpreter ends.")
+      .def("begin_capture", [](FakeStream& self) { begin_capture(self.stream); })
+      .def("end_capture", [](FakeStream& self) { return end_capture(self.stream); })
       .def(
           "see_done", [](FakeStream& self) { see_done(self.stream); },
           "The host has seen that all work queued here so far is done.")

@@ -42,8 +42,8 @@ def stream() -> _testing.FakeStream:
 def end() -> None:
     """End the streams' threads before the interpreter ends, since they call it."""
     FakeGpuArray.alive = False
-    vars(_local).clear()
-    _streams.clear()
+    for each in _streams:  # also those that arrays still refer to
+        each.close()
 
 
 @contextlib.contextmanager
@@ -57,6 +57,18 @@ def another_stream() -> Iterator[None]:
     finally:
         inner.lead(outer.handle)
         _local.stream = outer
+
+
+@contextlib.contextmanager
+def capture() -> Iterator[Callable[[_testing.FakeStream], None]]:
+    """Capture what is queued inside; the function queues it again, on a stream."""
+    first = stream()
+    graph: list[_testing.FakeGraph] = []
+    first.begin_capture()
+    try:
+        yield lambda on: graph[0].replay(on.handle)
+    finally:
+        graph.append(first.end_capture())
 
 
 class FakeGpuArray:

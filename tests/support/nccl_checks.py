@@ -878,6 +878,40 @@ def backward_overlaps() -> None:
         assert np.all(x.numpy() == np.mean(range(group.size)) + 1)
 
 
+def graphs() -> None:
+    """A captured step gives at each replay what a step gives, also beside calls that were not."""
+    group = start(BUCKET_BYTES="4096")
+    size = group.size
+    xs = [on_gpu(np.zeros(n)) for n in (700, 300)]
+
+    def step() -> None:
+        ops.grouped_allreduce_(xs, Average, compression=hvd.Compression.fp16, group=group)
+
+    def fill(k: int) -> None:
+        for x in xs:
+            x.fill(np.full(x.shape, RANK + k))
+
+    step()
+    n_calls = len(log())
+    fill(5)
+    with fake_device.capture() as replay:
+        step()
+    n_captured = len(since(n_calls, "AllReduce"))
+    assert n_captured == 2, "the exponents, and one bucket"
+    for x in xs:
+        assert np.all(x.numpy() == RANK + 5), "it has run although it was only captured"
+    for k in range(4):
+        fill(k)
+        replay(fake_device.stream())
+        if k % 2:
+            alone = ops.allreduce(on_gpu(np.full(10, RANK + k)), Sum, group=group)
+            assert np.all(alone.numpy() == sum(range(size)) + size * k)
+        for x in xs:
+            assert np.all(x.numpy() == (size - 1) / 2 + k), k
+    assert len(since(n_calls, "AllReduce")) == n_captured + 2, "a replay was more than a replay"
+    usable(group)
+
+
 def keeps_nan() -> None:
     """In the minimum and maximum, where NCCL loses it."""
     group = start()

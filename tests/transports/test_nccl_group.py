@@ -44,6 +44,7 @@ def program(job: str) -> str:
         ("late_at_the_first_use", 2),
         ("backward_overlaps", 2),
         ("keeps_nan", 3),
+        ("graphs", 2),
     ],
 )
 def test_all_is_well_in_the_end(job: str, ranks: int, tmp_path: Path) -> None:

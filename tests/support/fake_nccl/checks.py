@@ -34,6 +34,7 @@ OPS = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum}
 WORK = c.CFUNCTYPE(None, c.c_void_p)
 ENQUEUE = c.CFUNCTYPE(None, c.c_void_p, c.c_void_p, c.c_void_p)
 TOUCH = c.CFUNCTYPE(None, c.c_void_p, c.c_void_p, c.c_size_t, c.c_bool, c.c_char_p)
+CAPTURE = c.CFUNCTYPE(c.c_bool, c.c_void_p, c.c_void_p, c.c_void_p)
 
 
 class Id(c.Structure):
@@ -65,8 +66,9 @@ class Stream:
             lambda _, work, argument: self.works.put(lambda: WORK(work)(argument))
         )
         self._touch = TOUCH(lambda *_: None)
-        self._head = (c.c_void_p * 2)(
-            *(c.cast(f, c.c_void_p) for f in (self._enqueue, self._touch))
+        self._capture = CAPTURE(lambda *_: False)
+        self._head = (c.c_void_p * 3)(
+            *(c.cast(f, c.c_void_p) for f in (self._enqueue, self._touch, self._capture))
         )
         self.address = c.addressof(self._head)
         threading.Thread(target=self._run, daemon=True).start()
@@ -216,6 +218,19 @@ def reductions(me: Rank) -> None:
                 finish(stream.record())
                 assert out.tobytes() == expected.tobytes(), (dtype, op, n)
                 assert n != 1000 or mine.tobytes() == parts[me.rank].tobytes()
+    # In another order, the same on all ranks.
+    os.environ["HORO_LITE_FAKE_NCCL_SEED"] = "1"
+    parts = me.data(10_000, np.dtype("f4"))
+    mine = parts[me.rank].copy()
+    assert comm.all_reduce(mine, stream) == SUCCESS
+    finish(stream.record())
+    assert np.allclose(mine, sum(parts), atol=1e-5)
+    assert me.size == 2 or np.any(mine != sum(parts))
+    least, most = mine.copy(), mine.copy()
+    assert comm.all_reduce(least, stream, "min") == comm.all_reduce(most, stream, "max") == SUCCESS
+    finish(stream.record())
+    assert least.tobytes() == most.tobytes()
+    del os.environ["HORO_LITE_FAKE_NCCL_SEED"]
     assert comm.destroy() == SUCCESS
 
 

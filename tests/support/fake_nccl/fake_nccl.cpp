@@ -24,6 +24,9 @@
 //   HORO_LITE_FAKE_NCCL_INIT_REFUSED=r[:k]  ... ncclInvalidUsage
 //   HORO_LITE_FAKE_NCCL_FAILS_AT=r:n      the n-th operation (from 1) of rank r gives the asynchronous error
 //                                         ncclRemoteError and never completes
+//   HORO_LITE_FAKE_NCCL_SEED=1            an all-reduce does not add in rank order, but in one that depends on the
+//   seed,
+//                                         the number of elements and the element, and is the same on all ranks
 //   HORO_LITE_FAKE_NCCL_REGISTER_FAILS=1  registering gives ncclSystemError; =null: success and a null handle, as if
 //                                         the hardware does not support it
 // Ranks are those of the communicator made by ncclCommInitRankConfig, in its splits too; k and n are counted per
@@ -59,6 +62,7 @@ namespace {
 struct FakeStreamHead {
   void (*enqueue)(FakeStreamHead* stream, void (*work)(void*), void* argument);
   void (*touch)(FakeStreamHead* stream, const void* address, size_t n_bytes, bool writes, const char* what);
+  bool (*capture)(FakeStreamHead* stream, void (*call)(void* argument, FakeStreamHead* stream), void* argument);
 };
 
 constexpr int kMaxRanks = 16;
@@ -366,13 +370,19 @@ T combined(T a, T b, int op) {
   }
 }
 
-// In rank order; 16-bit floats are rounded after each addition.
+// In rank order; 16-bit floats are rounded after each addition. With a seed, parts begin with different ranks, as in a
+// ring, which depends on how many elements there are.
 template <class Load, class Store>
 void reduce_as(const Comm& comm, void* to, size_t n, int op, size_t item, Load load, Store store) {
+  const char* seed = setting("SEED");
   for (size_t i = 0; i < n; ++i) {
+    const uint64_t first = seed == nullptr ? 0 : hash_of({static_cast<uint64_t>(std::atoi(seed)), n, i / 64});
+    const auto part = [&](int r) {
+      return comm.shared->slots[(first + static_cast<uint64_t>(r)) % static_cast<uint64_t>(comm.size)] + i * item;
+    };
     uint8_t* out = static_cast<uint8_t*>(to) + i * item;
-    std::memcpy(out, comm.shared->slots[0] + i * item, item);
-    for (int r = 1; r < comm.size; ++r) store(out, combined(load(out), load(comm.shared->slots[r] + i * item), op));
+    std::memcpy(out, part(0), item);
+    for (int r = 1; r < comm.size; ++r) store(out, combined(load(out), load(part(r)), op));
   }
 }
 
@@ -555,6 +565,15 @@ void enqueue(std::vector<std::unique_ptr<Work>>& works) {
   }
 }
 
+// Queues a captured one again.
+void replay(void* argument, FakeStreamHead* stream) {
+  std::vector<std::unique_ptr<Work>> works;
+  works.push_back(std::make_unique<Work>(*static_cast<Work*>(argument)));
+  works[0]->stream = stream;
+  works[0]->ticket = works[0]->comm->n_queued++;
+  enqueue(works);
+}
+
 thread_local int group_depth = 0;
 thread_local NcclResult group_error = kNcclSuccess;
 thread_local std::vector<std::unique_ptr<Work>> group_works;
@@ -563,6 +582,11 @@ NcclResult launch_group() {
   std::vector<std::unique_ptr<Work>> works = std::move(group_works);
   group_works.clear();
   if (group_error != kNcclSuccess) return std::exchange(group_error, kNcclSuccess);
+  std::erase_if(works, [](std::unique_ptr<Work>& work) {
+    const bool is_captured = work->stream->capture(work->stream, replay, work.get());
+    if (is_captured) work.release();  // for as long as the program runs
+    return is_captured;
+  });
   std::set<CommPtr> in_background;
   for (const std::unique_ptr<Work>& work : works) {
     work->ticket = work->comm->n_queued++;
