@@ -473,14 +473,19 @@ class _Held(_Source):
         is_kept = parameters is None or isinstance(parameters, (list, tuple, Mapping))
         self._parameters = parameters if is_kept else list(parameters)
         named = self._named()
+        kind = type(optimizer).__name__
+        remedy = (
+            "pass parameters=…, objects that hold gradients. If functions return gradients, as "
+            "with JAX and Keras, pass no optimizer, and set batch.gradients in the loop"
+        )
         if not named:
-            raise ValueError(
-                f"{type(optimizer).__name__} shows no parameters with gradients: pass parameters=…"
-            )
+            raise ValueError(f"{kind} shows no parameters with gradients: {remedy}")
         is_known = type(self._finder) is not Adapter
         self.adapter = self._finder if is_known else adapter_of(named[0][1])
-        for _, parameter in named:
+        for name, parameter in named:
             self.adapter.value(parameter)  # a lazy framework has them before seeds change
+            if type(self.adapter).gradient is Adapter.gradient and not hasattr(parameter, "grad"):
+                raise TypeError(f"parameter {name!r} of {kind} has no .grad: {remedy}")
 
     def _named(self) -> Named:
         if self._parameters is None:

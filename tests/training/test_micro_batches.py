@@ -156,6 +156,10 @@ def refusals() -> None:
             hvd.MicroBatches(n)
     with pytest.raises(TypeError, match="a second time"):
         hvd.MicroBatches(4, hvd.DistributedOptimizer(Momentum()))
+    bare = type("Bare", (), {"step": lambda self: None})()  # shows no parameters
+    for given, error in ((None, ValueError), ([], ValueError), ([np.ones(2)], TypeError)):
+        with pytest.raises(error, match=r"pass no optimizer, and set batch\.gradients"):
+            hvd.MicroBatches(4, bare, parameters=given)
     with pytest.raises(ValueError, match=r"2 micro-batches are too few for 3 .* MicroBatches\(4\)"):
         list(hvd.MicroBatches(2)(0))
     micro_batches = hvd.MicroBatches(4)
