@@ -65,7 +65,15 @@ def signals() -> None:
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGUSR2)
             assert preemption.requested()
+        # Made anew, by a function that is repeated, it knows of them; one mistake installs nothing.
+        again = elastic.Preemption([signal.SIGUSR2, signal.SIGUSR2])
+        assert again.requested()
+        with pytest.raises(OSError, match="Invalid argument"):
+            elastic.Preemption([signal.SIGUSR1, signal.SIGKILL])
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
         preemption.close()
+        assert again.requested()
+        again.close()
         assert not heard
         os.kill(os.getpid(), signal.SIGUSR2)
         assert heard == [signal.SIGUSR2]
