@@ -13,6 +13,16 @@ from horo_lite.adapters.numpy import NumpyAdapter
 from horo_lite.adapters.object import Array
 
 
+class _Handle:
+    """A stream's handle, in CUDA's protocol for streams of other libraries."""
+
+    def __init__(self, stream: int) -> None:
+        self._stream = stream
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._stream
+
+
 class CupyAdapter(NumpyAdapter):
     """cupy.ndarray, and optimizers that keep lists or dicts of them in `params` and `grads`."""
 
@@ -28,7 +38,11 @@ class CupyAdapter(NumpyAdapter):
     @contextmanager
     def on_stream(self, x: Any, stream: int) -> Iterator[None]:
         # CuPy requires that the stream's GPU is current, and our threads have not selected one.
-        with x.device, cupy.cuda.ExternalStream(stream, x.device.id):
+        if hasattr(cupy.cuda.Stream, "from_external"):  # from CuPy 14 on; ExternalStream warns
+            theirs = cupy.cuda.Stream.from_external(_Handle(stream))
+        else:
+            theirs = cupy.cuda.ExternalStream(stream, x.device.id)
+        with x.device, theirs:
             yield
 
     # CuPy allocates on the current GPU, which this thread may not have set: use that of `x`.

@@ -7,7 +7,7 @@ are not ordered with the current stream get garbage.
 from __future__ import annotations
 
 import threading
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -85,8 +85,15 @@ def zeros_like(x: ndarray, order: str) -> ndarray:
     return asarray(np.zeros(x.shape, x.dtype))
 
 
+def from_external(stream: Any) -> AbstractContextManager[None]:
+    version, handle = stream.__cuda_stream__()
+    assert version == 0
+    assert handle
+    return nullcontext()
+
+
 cuda = SimpleNamespace(
     Device=Device,
     get_current_stream=lambda device: SimpleNamespace(ptr=fake_device.stream().handle),
-    ExternalStream=lambda stream, device: nullcontext(),
+    Stream=SimpleNamespace(from_external=from_external),
 )
