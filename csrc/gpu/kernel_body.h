@@ -682,15 +682,17 @@ struct Unpack {
 // --- the launch ---
 
 // What a launch gets, as the kernel's own parameters: they reach the GPU with the launch, so no copy must be ordered
-// before it. CUDA 12.1 allows 32,764 bytes, and each costs time: most launches do with the 4,096 of all other kernels.
+// before it. Each byte costs time, so every kernel exists with three tables: for few pieces, for some, with the 4,096
+// bytes that all GPUs and drivers allow, and for many, with the 32,764 of CUDA 12.1.
 template <int kPieces>
 struct Table {
   Arguments arguments;
   GpuPiece pieces[kPieces];
 };
-inline constexpr int kFew = 167;
+inline constexpr int kFew = 32;
+inline constexpr int kSome = 167;
 inline constexpr int kMany = 1360;
-static_assert(sizeof(Table<kFew>) <= 4096 && sizeof(Table<kMany>) <= 32764);
+static_assert(sizeof(Table<kSome>) <= 4096 && sizeof(Table<kMany>) <= 32764);
 
 // The piece that a block of a launch works on. Every piece has at least one block: with many pieces of one block each,
 // the first guess finds it.

@@ -67,20 +67,21 @@ __device__ __forceinline__ void run_block(const Table<kPieces>& table) {
 
 }  // namespace
 
-#define HORO_KERNEL(Step, G, W)                                                                \
-  extern "C" __global__ void __launch_bounds__(body::kThreads)                                 \
-      horo_##Step##_##G##_##W##_few(const __grid_constant__ body::Table<body::kFew> table) {   \
-    run_block<body::Step<body::G, body::W>>(table);                                            \
-  }                                                                                            \
-  extern "C" __global__ void __launch_bounds__(body::kThreads)                                 \
-      horo_##Step##_##G##_##W##_many(const __grid_constant__ body::Table<body::kMany> table) { \
-    run_block<body::Step<body::G, body::W>>(table);                                            \
+#define HORO_SIZED(Step, G, W, size, kPieces)                                                \
+  extern "C" __global__ void __launch_bounds__(body::kThreads)                               \
+      horo_##Step##_##G##_##W##_##size(const __grid_constant__ body::Table<kPieces> table) { \
+    run_block<body::Step<body::G, body::W>>(table);                                          \
   }
+#define HORO_KERNEL(Step, G, W)             \
+  HORO_SIZED(Step, G, W, few, body::kFew)   \
+  HORO_SIZED(Step, G, W, some, body::kSome) \
+  HORO_SIZED(Step, G, W, many, body::kMany)
 HORO_KERNELS(HORO_KERNEL)
 
 #ifndef __CUDACC_RTC__
-#define HORO_SYMBOLS(Step, G, W)                                \
-  reinterpret_cast<const void*>(horo_##Step##_##G##_##W##_few), \
+#define HORO_SYMBOLS(Step, G, W)                                     \
+  reinterpret_cast<const void*>(horo_##Step##_##G##_##W##_few),      \
+      reinterpret_cast<const void*>(horo_##Step##_##G##_##W##_some), \
       reinterpret_cast<const void*>(horo_##Step##_##G##_##W##_many),
 // As declared in kernels_launch.h.
 const void* kernel_symbol(size_t index) {

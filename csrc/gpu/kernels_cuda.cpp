@@ -21,7 +21,7 @@ void check(cudaError_t result, const char* what) {
 
 void launch_kernels(const KernelCall& call, void* stream) {
   for_each_launch(call, [&](const Launch& launch) {
-    const void* symbol = kernel_symbol(2 * static_cast<size_t>(launch.kernel) + (launch.few ? 0 : 1));
+    const void* symbol = kernel_symbol(kSizes * static_cast<size_t>(launch.kernel) + launch.size);
     void* arguments[] = {const_cast<body::Table<body::kMany>*>(&launch.table)};
     check(cudaLaunchKernel(symbol, dim3(launch.n_blocks), dim3(body::kThreads), arguments, 0,
                            static_cast<cudaStream_t>(stream)),
@@ -30,7 +30,7 @@ void launch_kernels(const KernelCall& call, void* stream) {
 }
 
 void load_kernels() {
-  for (size_t i = 0; i < 2 * kKernels; ++i) {
+  for (size_t i = 0; i < kSizes * kKernels; ++i) {
     cudaFuncAttributes attributes;
     check(cudaFuncGetAttributes(&attributes, kernel_symbol(i)), "load horo_lite's kernels");
   }

@@ -22,7 +22,8 @@ extern "C" const char horo_fatbin[];
 namespace horo {
 namespace {
 
-#define HORO_NAMES(Step, G, W) "horo_" #Step "_" #G "_" #W "_few", "horo_" #Step "_" #G "_" #W "_many",
+#define HORO_NAMES(Step, G, W) \
+  "horo_" #Step "_" #G "_" #W "_few", "horo_" #Step "_" #G "_" #W "_some", "horo_" #Step "_" #G "_" #W "_many",
 constexpr const char* kNames[] = {HORO_KERNELS(HORO_NAMES)};
 
 void check(cudaError_t result) {

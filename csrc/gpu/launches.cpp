@@ -83,7 +83,7 @@ void for_each_launch(const KernelCall& call, const std::function<void(const Laun
       n_blocks += (piece.n_elements - 1) / block_items + 1;
     }
     table.arguments.n_pieces = static_cast<uint32_t>(n);
-    launch({kernel, n <= kFew, n_blocks, table});
+    launch({kernel, n <= kFew ? 0u : n <= kSome ? 1u : 2u, n_blocks, table});
   }
 }
 

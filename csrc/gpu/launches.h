@@ -15,9 +15,11 @@ enum class Kernel : size_t { HORO_KERNELS(HORO_ENUMERATE) };
 inline constexpr size_t kKernels = 0 HORO_KERNELS(HORO_COUNT);
 #undef HORO_COUNT
 
+inline constexpr size_t kSizes = 3;
+
 struct Launch {
   Kernel kernel;
-  bool few;  // the table ends after body::kFew pieces
+  size_t size;  // the table ends after 0: body::kFew pieces, 1: body::kSome, 2: body::kMany
   uint32_t n_blocks;
   const body::Table<body::kMany>& table;
 };
@@ -26,7 +28,7 @@ struct Launch {
 // pair of dtypes that has no kernel, and for a factor that integers cannot have.
 void for_each_launch(const KernelCall& call, const std::function<void(const Launch&)>& launch);
 
-// The handle with which CUDA launches kernel `index`: every Kernel has two in a row, for few pieces and for many.
+// The handle with which CUDA launches kernel `index`: every Kernel has kSizes in a row, by Launch::size.
 // Defined in kernels.cu or kernels_embedded.cpp.
 const void* kernel_symbol(size_t index);
 

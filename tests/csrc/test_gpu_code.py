@@ -108,7 +108,7 @@ def disassembled(fatbin: Path, architecture: str) -> dict[str, list[str]]:
 
 def each(compiled: dict[tuple[str, str], Code]) -> list[tuple[str, str, str, str, str, Code]]:
     """Return architecture, name, step, the tensor's format, the wire's format, code."""
-    sizes = ["few", "many"]
+    sizes = ["few", "some", "many"]
     return [
         (a, f"horo_{step}_{g}_{w}_{size}", step, g, w, compiled[a, f"horo_{step}_{g}_{w}_{size}"])
         for a, (step, g, w), size in itertools.product(ARCHITECTURES, KERNELS, sizes)
