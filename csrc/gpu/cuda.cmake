@@ -77,7 +77,7 @@ else()
     elseif(CMAKE_CUDA_COMPILER)
       horo_lite_architectures("${release}")
       set(HORO_LITE_CUDA_FROM nvcc)
-      message(STATUS "CUDA ${release} for ${HORO_LITE_GENERATIONS}: ${nvcc}. Each takes some 8 s of CPU time; "
+      message(STATUS "CUDA ${release} for ${HORO_LITE_GENERATIONS}: ${nvcc}. Each takes some 10 s of CPU time; "
         "HORO_LITE_CUDA_ARCHITECTURES=90 (or native) builds for one, HORO_LITE_CUDA=0 without CUDA")
       set(CMAKE_CUDA_STANDARD 17)
       set(CMAKE_CUDA_STANDARD_REQUIRED ON)
