@@ -370,7 +370,7 @@ VARIABLES = (
         "",
         "at build time: `0` builds without GPU support; architectures: `all`, `native` or such as "
         "`90`",
-        "all that the toolkit supports; without a GPU here PTX, compiled at the first use",
+        "all that the toolkit supports",
     ),
     Variable(
         ("HORO_LITE_QUICK_BUILD",),
