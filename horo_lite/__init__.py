@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from horo_lite.training.data import partition_dataset as partition_dataset
     from horo_lite.training.gradients import average_gradients as average_gradients
     from horo_lite.training.gradients import grad_and_average as grad_and_average
+    from horo_lite.training.local_sgd import LocalSGD as LocalSGD
     from horo_lite.training.micro_batches import MicroBatch as MicroBatch
     from horo_lite.training.micro_batches import MicroBatches as MicroBatches
     from horo_lite.training.optimizer import DistributedOptimizer as DistributedOptimizer
@@ -73,6 +74,7 @@ _DEFINED_IN = {
         "AllocationError PeerLostError TooFewRanksError StallError LauncherError DeviceError "
         "CheckpointError JobError",
         "training.gradients": "average_gradients grad_and_average",
+        "training.local_sgd": "LocalSGD",
         "training.micro_batches": "MicroBatch MicroBatches",
         "training.optimizer": "DistributedOptimizer",
         "start.stall": "announce stragglers Straggler",

@@ -221,12 +221,14 @@ def grouped_allreduce_(
     compression: Compressor = Compression.none,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    names: Sequence[str] = (),
     weight: float | None = None,
     group: Group | None = None,
 ) -> list[Array]:
     """Reduce several arrays over all ranks, in one operation, in place; return `xs` as a list.
 
     As `allreduce_` of each of `xs`, whose number, shapes and dtypes are the same on every rank.
+    `names` are the arrays' names in messages, the same on every rank.
 
     Raises:
         TypeError: One of them is a number or a list: use `grouped_allreduce`.
@@ -235,7 +237,10 @@ def grouped_allreduce_(
     """
     xs = arguments.several(xs)
     _reduce_in_place(
-        AllReduce(name, op, compression, prescale_factor, postscale_factor), xs, group, weight
+        AllReduce(name, op, compression, prescale_factor, postscale_factor, names),
+        xs,
+        group,
+        weight,
     )
     return xs
 

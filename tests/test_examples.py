@@ -196,6 +196,14 @@ def test_ranks_that_are_killed_leave_the_same_bits() -> None:
     assert one == other != []
 
 
+@pytest.mark.launches
+def test_local_steps_with_averages_learn_what_no_rank_sees() -> None:
+    result = run("digits_local_sgd.py", 2, "--every", 20, "--steps", 300).check()
+    (found,) = re.findall(r"ranks' models: (\S+) (\S+)", result.stdout)
+    assert found[0] == found[1]
+    assert float(found[0]) > 0.8, result.stdout  # each rank has half of the digits
+
+
 def cupy_and_a_gpu() -> bool:
     try:
         import cupy

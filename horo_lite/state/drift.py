@@ -345,22 +345,30 @@ class _Replica(Part):
 
 def _named(replica: Any, buffers: bool) -> list[tuple[str, Any]]:
     """Return every array, parameter and number of `replica`, with names."""
-    has_buffers = False
+    tree, has_modules = tree_of(replica, buffers)
+    if buffers and not has_modules:
+        raise ValueError(f"buffers=True is for modules: a {type(replica).__name__} has no buffers")
+    return [
+        (name or "the array", leaf) for name, leaf in tree.named if not isinstance(leaf, NOT_ARRAYS)
+    ]
+
+
+def tree_of(replica: Any, buffers: bool) -> tuple[Tree, bool]:
+    """Return what is the same on all ranks, and whether there is a module among it.
+
+    `buffers` says whether to include the modules' moving statistics.
+    """
+    has_modules = False
 
     def compared(tree: Any, path: str) -> Node | None:
-        nonlocal has_buffers
+        nonlocal has_modules
         named = None if is_container(tree) else adapter_of(tree).replica(tree, buffers)
         if named is None:
             return opened(tree, path)
-        has_buffers = True
+        has_modules = True
         return Node([(join(path, name), x) for name, x in named], lambda _: tree)
 
-    leaves = Tree(replica, opened=compared).named
-    if buffers and not has_buffers:
-        raise ValueError(f"buffers=True is for modules: a {type(replica).__name__} has no buffers")
-    return [
-        (name or "the array", leaf) for name, leaf in leaves if not isinstance(leaf, NOT_ARRAYS)
-    ]
+    return Tree(replica, opened=compared), has_modules
 
 
 def _value(name: str, leaf: Any) -> Any:

@@ -533,6 +533,18 @@ error = raised(lambda: horo_lite.average_gradients(wider))
 assert isinstance(error, horo_lite.MismatchError)
 assert "'layers[1].bias' float32[2], rank 1 has 'layers[1].bias' float32[3]" in str(error)
 
+# Averages of parameters, which are new arrays after each step.
+layers = (net, {"scale": jnp.ones(2)})
+local = horo_lite.LocalSGD(layers, every=2)
+for _ in range(4):
+    change = lambda x: x + rank if equinox.is_array(x) else x
+    layers = local.step(jax.tree.map(change, layers))
+assert type(layers[0]) is type(net) and layers[0].activation is net.activation
+mean = 4 * (size - 1) / 2
+assert isinstance(layers[1]["scale"], jax.Array) and (layers[1]["scale"] == 1 + mean).all()
+was = net.layers[0].weight
+np.testing.assert_allclose(layers[0].layers[0].weight, was + mean, rtol=1e-5)
+
 # The bits of all ranks are those of one, also with random numbers.
 def noisy(net, x, key):
     return (jax.vmap(net)(x) * jax.random.normal(key, (2,)) - x[:, :2]).std()

@@ -1,0 +1,230 @@
+"""Local SGD: the ranks train on their own, and average their parameters every some steps."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from horo_lite import ops
+from horo_lite.adapters import adapter_of, from_numpy, to_host
+from horo_lite.collectives.compression import Compression, Compressor
+from horo_lite.state import drift
+from horo_lite.state.broadcast import NOT_ARRAYS, Places
+from horo_lite.state.optimizer_state import in_host_memory
+from horo_lite.training.options import Options
+
+if TYPE_CHECKING:
+    from horo_lite.collectives.group import Group
+
+
+class LocalSGD:
+    """Average the ranks' parameters every some steps, instead of their gradients in each.
+
+        hvd.broadcast_parameters(model)
+        local = hvd.LocalSGD(model, every=20)
+        for batch in loader:
+            ...
+            optimizer.step()        # this rank's own, not a DistributedOptimizer
+            local.step()            # every 20th call averages
+        local.average()             # at the end, if steps are left over
+
+    It sends 1/`every` of the bytes of averaged gradients, and waits for the other ranks as rarely.
+    Between averages, each rank trains on its own samples only.
+
+    The average of the ranks' changes since the last one is the step of an outer optimizer, SGD with
+    Nesterov's momentum; with the default, no momentum and a rate of 1, the parameters become the
+    ranks' average. DiLoCo is `outer_lr=0.7, outer_momentum=0.9` with AdamW as the rank's own
+    optimizer. The rank's own optimizer keeps its state. Moving statistics, such as BatchNorm's,
+    become the ranks' average.
+
+    `state_dict()` and `load_state_dict()` make it a part of checkpoints and of `elastic.State`.
+    When a rank dies there, the others continue from one rank's parameters, so that the steps since
+    the last average are lost on the others.
+
+    Args:
+        params: A module, an optimizer, or a tree of parameters, as for `broadcast_parameters`, with
+            equal values on all ranks.
+        every: The number of steps between averages, the same on all ranks.
+        outer_lr: How far the parameters go along the average change.
+        outer_momentum: The factor of Nesterov's momentum, at least 0 and less than 1.
+        compression: The wire format of the changes.
+        group: The ranks; by default all.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        *,
+        every: int,
+        outer_lr: float = 1.0,
+        outer_momentum: float = 0.0,
+        compression: Compressor = Compression.none,
+        group: Group | None = None,
+    ) -> None:
+        if operator.index(every) < 1:
+            raise ValueError(f"every must be a number of steps, at least 1, not {every!r}")
+        if not 0 < outer_lr < math.inf or not 0 <= outer_momentum < 1:
+            raise ValueError(
+                "outer_lr must be positive and outer_momentum at least 0 and less than 1, not "
+                f"{outer_lr!r} and {outer_momentum!r}"
+            )
+        Options(compression=compression, group=group)  # checks them
+        params = list(params) if isinstance(params, Iterator) else params
+        self.every, self.outer_lr, self.outer_momentum = every, outer_lr, outer_momentum
+        self._compression, self._group, self._params = compression, group, params
+        self._n_steps, self._weight = 0, 0.0
+        self._is_compared = False
+        found = _Found(params)
+        self._names = found.names
+        self._anchors = [_copy(x) for x in found.values]
+        self._momenta = [_copy(x) for x in self._anchors] if outer_momentum else []
+        for momentum in self._momenta:
+            momentum[...] = 0
+
+    def step(self, params: Any = None, *, weight: float = 1.0) -> Any:
+        """Count a step of this rank; average in every `every`-th. Collective then.
+
+        Args:
+            params: The parameters after the step, where they are new objects, as in JAX.
+            weight: How much the step counts, usually its number of samples; 0 without any.
+
+        Returns:
+            `params`, or those passed to LocalSGD; with new arrays if they cannot be written.
+        """
+        if not 0 <= weight < math.inf:
+            raise ValueError(f"weight must be a number of samples (0 or more), not {weight!r}")
+        self._n_steps += 1
+        self._weight += weight
+        if self._n_steps % self.every:
+            return self._params if params is None else params
+        return self.average(params)
+
+    def average(self, params: Any = None) -> Any:
+        """Average now what the ranks have changed since the last time. Collective.
+
+        Args:
+            params: As for `step`.
+
+        Returns:
+            As `step` does.
+
+        Raises:
+            DriftError: The parameters were not equal on all ranks when training began.
+            MismatchError: The ranks have taken different numbers of steps, or have different
+                parameters.
+        """
+        found = _Found(self._params if params is None else params)
+        if found.names != self._names:
+            raise ValueError(
+                f"the parameters are not those that LocalSGD was made for: it has {self._names}, "
+                f"and got {found.names}"
+            )
+        group = ops.ranks_of(self._group)
+        if not self._is_compared:
+            before = list(zip(self._names, self._anchors, strict=True))
+            drift.compare(before, group=group, on_drift="raise", needs_all=False)
+            self._is_compared = True
+        changes = [_copy(x) for x in found.values]
+        for change, old in zip(changes, self._anchors, strict=True):
+            change -= old
+        for places in found.by_device():
+            ops.grouped_allreduce_(
+                [changes[i] for i in places],
+                name=f"local steps up to {self._n_steps}",
+                compression=self._compression,
+                names=[self._names[i] for i in places],
+                weight=self._weight,
+                group=group,
+            )
+        for i, (x, change) in enumerate(zip(found.values, changes, strict=True)):
+            if found.is_trained[i]:
+                change = self._outer(i, change)
+            x[...] = self._anchors[i] + change
+            self._anchors[i][...] = x
+        self._weight = 0.0
+        return found.written()
+
+    def _outer(self, i: int, change: Any) -> Any:
+        """Return the outer optimizer's step along an average change."""
+        if self.outer_momentum:
+            momentum = self._momenta[i]
+            momentum *= self.outer_momentum
+            momentum += change
+            change = change + self.outer_momentum * momentum
+        return self.outer_lr * change if self.outer_lr != 1 else change
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the count of steps, and the parameters and momenta of the last average."""
+        kept = {"anchors": self._anchors, "momenta": self._momenta}
+        return {
+            "n_steps": self._n_steps,
+            "weight": self._weight,
+            **{
+                key: dict(zip(self._names, in_host_memory(list(map(_copy, arrays))), strict=False))
+                for key, arrays in kept.items()
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take what `state_dict()` has returned."""
+        for key, kept in (("anchors", self._anchors), ("momenta", self._momenta)):
+            if list(state[key]) != self._names[: len(kept)]:
+                raise ValueError(
+                    f"the state is that of another LocalSGD: it has {key} of {list(state[key])}, "
+                    f"and this one of {self._names[: len(kept)]}"
+                )
+            for x, saved in zip(kept, state[key].values(), strict=True):
+                x[...] = from_numpy(saved, x)
+        self._n_steps, self._weight = state["n_steps"], state["weight"]
+        self._is_compared = False
+
+
+class _Found:
+    """The floating-point arrays of a tree, where they can be changed.
+
+    Attributes:
+        names: Their names.
+        values: Their memory, or copies if it cannot be written.
+        is_trained: Whether each is a parameter, and not a moving statistic.
+    """
+
+    def __init__(self, params: Any) -> None:
+        self._tree, _ = drift.tree_of(params, True)
+        trained = {name for name, _ in drift.tree_of(params, False)[0].named}
+        named = self._tree.named
+        self._at = [i for i, (_, leaf) in enumerate(named) if _is_floating(leaf)]
+        chosen = [named[i] for i in self._at]
+        if not chosen:
+            raise ValueError(
+                f"there are no floating-point arrays in this {type(params).__name__} that LocalSGD "
+                "could average: pass the model, or its parameters"
+            )
+        self.names = [name or "params" for name, _ in chosen]
+        self.is_trained = [name in trained for name, _ in chosen]
+        self._places = Places(chosen)
+        self.values = self._places.targets
+
+    def by_device(self) -> list[list[int]]:
+        return [places for places in self._places.by_device() if places]
+
+    def written(self) -> Any:
+        """Return the tree with what is in `values` now."""
+        new = dict(zip(self._at, self._places.received([False] * len(self._at)), strict=True))
+        return self._tree.written(new.get(i, leaf) for i, (_, leaf) in enumerate(self._tree.named))
+
+
+def _is_floating(leaf: Any) -> bool:
+    if isinstance(leaf, (bool, int, *NOT_ARRAYS)):
+        return False
+    if isinstance(leaf, float):
+        return True
+    dtype = str(to_host(leaf).dtype).removeprefix("torch.")
+    return dtype.startswith(("float", "bfloat", "complex"))
+
+
+def _copy(x: Any) -> Any:
+    return np.array(x) if isinstance(x, np.ndarray) else adapter_of(x).copy(x)

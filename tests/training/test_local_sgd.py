@@ -1,0 +1,172 @@
+"""LocalSGD computes what one process computes that has the models of all ranks."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+from launch import RanksFailedError, run_threads
+from numpy.typing import NDArray
+
+import horo_lite as hvd
+from horo_lite import elastic
+from horo_lite.collectives.group import Group
+from horo_lite.errors import DriftError, MismatchError
+
+SHAPES = [(5, 3), (), (4,)]
+
+
+def start() -> list[NDArray[np.float64]]:
+    rng = np.random.default_rng(0)
+    return [np.array(rng.standard_normal(shape)) for shape in SHAPES]
+
+
+def own_step(weights: list[Any], rank: int, step: int) -> None:
+    """Take a step towards this rank's own target, which differs between ranks."""
+    for i, w in enumerate(weights):
+        w -= 0.1 * (w - np.cos(rank + i + 0.1 * step))
+
+
+def oracle(
+    n: int, steps: int, every: int, lr: float, momentum: float, counts: list[float]
+) -> list[NDArray[np.float64]]:
+    """Return the weights of n models in one process, averaged with Nesterov's outer momentum."""
+    anchor, velocity = start(), [0 * w for w in start()]
+    models = [start() for _ in range(n)]
+    for step in range(1, steps + 1):
+        for rank, model in enumerate(models):
+            own_step(model, rank, step)
+        if step % every:
+            continue
+        for i, old in enumerate(anchor):
+            mean = sum(c * m[i] for c, m in zip(counts, models, strict=True)) / sum(counts)
+            gradient = old - mean
+            velocity[i] = momentum * velocity[i] + gradient
+            anchor[i] = np.array(old - lr * (gradient + momentum * velocity[i]))
+        models = [[w.copy() for w in anchor] for _ in models]
+    return anchor
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize(("every", "lr", "momentum"), [(1, 1.0, 0.0), (4, 1.0, 0.0), (3, 0.7, 0.9)])
+def test_it_is_what_one_process_with_all_models_computes(
+    n: int, every: int, lr: float, momentum: float
+) -> None:
+    counts = [float(2 + rank) for rank in range(n)]
+
+    def train(group: Group) -> list[NDArray[np.float64]]:
+        weights = start()
+        local = hvd.LocalSGD(
+            weights, every=every, outer_lr=lr, outer_momentum=momentum, group=group
+        )
+        for step in range(1, 13):
+            own_step(weights, group.rank, step)
+            assert local.step(weight=counts[group.rank]) is weights
+        return weights
+
+    everyone = run_threads(n, train)
+    expected = oracle(n, 12, every, lr, momentum, counts)
+    alone = oracle(1, 12, every, lr, momentum, [1.0])
+    for weights in everyone:
+        for w, mine, first, single in zip(weights, expected, everyone[0], alone, strict=True):
+            np.testing.assert_allclose(w, mine, rtol=1e-12)
+            assert w.tobytes() == first.tobytes()
+            assert n == 1 or not np.allclose(w, single, rtol=1e-3)  # no communication
+
+
+def test_what_it_had_done_is_in_its_state() -> None:
+    def train(group: Group, stop: int) -> list[NDArray[np.float64]]:
+        weights = start()
+        options: Any = {"every": 4, "outer_lr": 0.7, "outer_momentum": 0.9, "group": group}
+        local = hvd.LocalSGD(weights, **options)
+        for step in range(1, 13):
+            if step == stop:
+                state = copy.deepcopy(local.state_dict())
+                weights, other = [w.copy() for w in weights], start()
+                local = hvd.LocalSGD(other, **options)
+                for x, w in zip(other, weights, strict=True):
+                    x[...] = w
+                local.load_state_dict(state)
+                weights = other
+            own_step(weights, group.rank, step)
+            local.step(weight=1 + group.rank)
+        with pytest.raises(ValueError, match="that of another LocalSGD"):
+            hvd.LocalSGD([np.zeros(3)], every=4, group=group).load_state_dict(local.state_dict())
+        return weights
+
+    for stop in (5, 7):
+        for one, other in zip(
+            run_threads(2, lambda group: train(group, 0)),
+            run_threads(2, lambda group, stop=stop: train(group, stop)),
+            strict=True,
+        ):
+            assert all(map(np.array_equal, one, other))
+
+
+def test_fp16_and_what_is_left_over() -> None:
+    def train(group: Group) -> dict[str, Any]:
+        tree = {"w": np.full(300, 1.0, np.float32), "n": 3, "rate": 0.5, "none": None}
+        local = hvd.LocalSGD(tree, every=10, compression=hvd.Compression.fp16, group=group)
+        tree["w"] += np.float32(0.001) * group.rank
+        tree["rate"] += group.rank
+        tree["n"] += group.rank  # an integer, which is no parameter
+        local.step()
+        local.average()
+        return tree
+
+    for rank, tree in enumerate(run_threads(3, train)):
+        np.testing.assert_allclose(tree["w"], 1.001, rtol=1e-6)
+        assert tree["w"].dtype == np.float32
+        assert (tree["n"], tree["rate"], tree["none"]) == (3 + rank, 1.5, None)
+
+
+def test_mistakes_are_errors_on_every_rank() -> None:
+    def apart(group: Group) -> None:
+        weights = [np.full(3, float(group.rank))]
+        hvd.LocalSGD(weights, every=1, group=group).step()
+
+    with pytest.raises(RanksFailedError) as failed:
+        run_threads(2, apart)
+    assert all(isinstance(error, DriftError) for error in failed.value.errors.values())
+
+    def out_of_step(group: Group) -> None:
+        weights = [np.zeros(3)]
+        local = hvd.LocalSGD(weights, every=3 + group.rank, group=group)
+        for _ in range(12):
+            local.step()
+
+    with pytest.raises(RanksFailedError) as failed:
+        run_threads(2, out_of_step)
+    assert all(isinstance(error, MismatchError) for error in failed.value.errors.values())
+
+
+def test_wrong_arguments() -> None:
+    for options in ({"every": 0}, {"every": 2, "outer_lr": 0.0}, {"every": 2, "outer_momentum": 1}):
+        with pytest.raises(ValueError, match="must be"):
+            hvd.LocalSGD([np.zeros(3)], **options)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no floating-point arrays"):
+        hvd.LocalSGD([np.zeros(3, int)], every=1)
+
+
+def test_a_commit_has_it() -> None:
+    hvd.init()
+    try:
+        weights = start()
+        local = hvd.LocalSGD(weights, every=2, outer_momentum=0.5)
+        state = elastic.State(weights=weights, local=local)
+        own_step(weights, 0, 1)
+        local.step()
+        state.commit()
+        kept = [w.copy() for w in weights]
+        own_step(weights, 0, 2)
+        local.step()
+        ended = [w.copy() for w in weights]
+        state.restore()
+        assert all(map(np.array_equal, weights, kept))
+        own_step(weights, 0, 2)
+        local.step()
+        assert all(map(np.array_equal, weights, ended))
+    finally:
+        hvd.shutdown()
