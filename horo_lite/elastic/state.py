@@ -56,7 +56,8 @@ class State:
     in flight is lost; so count a batch (assign an attribute, record it in the sampler) right after
     its step, before any other communication. If a survivor was interrupted between the two, all
     go back to the last commit rather than train on a batch twice. A state with only models,
-    optimizers and arrays counts nothing and never goes back.
+    optimizers and arrays counts nothing and never goes back, unless JAX has given arrays to the
+    step that failed (`donate_argnums`).
 
     checkpoint: the file to which rank 0 also writes each commit, so that a restarted job continues
     from there (HORO_LITE_CHECKPOINT; restarts set it). `run` reads it. The file is written
@@ -255,11 +256,29 @@ class State:
         return [leaf for leaf in _leaves(self._things()) if isinstance(leaf, Sampler)]
 
     def progress(self) -> Progress:
-        """Return how far this rank has advanced since all were made equal."""
+        """Return how far this rank has advanced since all were made equal.
+
+        If it has lost arrays, it goes back to the last commit.
+        """
+        has_lost_arrays = self._has_lost_arrays()
+        if has_lost_arrays:
+            self.restore()
         counts = any(_is_counter(value) for value in self._things().values())
         n_changes = self._n_changes + self._n_steps() - self._n_steps_before
         is_whole = not self.has_lost_shares() and (not counts or n_changes == self._n_at_count)
-        return Progress(is_whole, n_changes, self._n_commits)
+        return Progress(is_whole and not has_lost_arrays, n_changes, self._n_commits)
+
+    def _has_lost_arrays(self) -> bool:
+        """Return whether JAX has arrays without contents: of a step that failed, or given to it."""
+        jax = sys.modules.get("jax")
+        if jax is None:
+            return False
+        arrays = [x for x in jax.tree.leaves(self._things()) if isinstance(x, jax.Array)]
+        try:
+            jax.block_until_ready(arrays)
+        except RuntimeError:  # of deleted arrays, too
+            return True
+        return False
 
     def has_lost_shares(self) -> bool:
         """Return whether an optimizer's state was divided between ranks of an earlier world."""

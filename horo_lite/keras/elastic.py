@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from horo_lite.elastic import HostsUpdatedInterrupt, ObjectState, State, run
-from horo_lite.elastic.state import Progress
 from horo_lite.keras.base import build, is_keras2, keras
 
 __all__ = [
@@ -53,11 +52,7 @@ class TensorFlowKerasState(State):
         own = {} if optimizer is None else {"optimizer": optimizer}
         super().__init__(model=model, **own, **things)
 
-    def progress(self) -> Progress:
-        """Return how far this rank has advanced; go back to the last commit if arrays are lost.
-
-        On JAX, fit() gives each step the memory of its arrays: if the step fails, they are gone.
-        """
+    def _has_lost_arrays(self) -> bool:
         lost = self._lost()
         for variable in lost:
             # Those that are not part of the state are metrics, and seeds, which differ by rank.
@@ -65,10 +60,7 @@ class TensorFlowKerasState(State):
             bits = np.frombuffer(os.urandom(4 * math.prod(variable.shape)), np.uint32)
             values = (bits if is_seed else 0 * bits).reshape(variable.shape)
             variable.assign(keras.ops.convert_to_tensor(values, variable.dtype))
-        if lost:
-            self.restore()
-        progress = super().progress()
-        return progress._replace(is_whole=progress.is_whole and not lost)
+        return bool(lost) or super()._has_lost_arrays()
 
     def _lost(self) -> list[Any]:
         """Return the variables without values."""
