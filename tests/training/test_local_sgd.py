@@ -29,9 +29,11 @@ def own_step(weights: list[Any], rank: int, step: int) -> None:
         w -= 0.1 * (w - np.cos(rank + i + 0.1 * step))
 
 
-def oracle(
-    n: int, steps: int, every: int, lr: float, momentum: float, counts: list[float]
-) -> list[NDArray[np.float64]]:
+def n_samples(rank: int, step: int) -> float:
+    return 1.0 + rank * (step % 5)
+
+
+def oracle(n: int, steps: int, every: int, lr: float, momentum: float) -> list[NDArray[np.float64]]:
     """Return the weights of n models in one process, averaged with Nesterov's outer momentum."""
     anchor, velocity = start(), [0 * w for w in start()]
     models = [start() for _ in range(n)]
@@ -40,6 +42,8 @@ def oracle(
             own_step(model, rank, step)
         if step % every:
             continue
+        since = range(step - every + 1, step + 1)
+        counts = [sum(n_samples(rank, step) for step in since) for rank in range(n)]
         for i, old in enumerate(anchor):
             mean = sum(c * m[i] for c, m in zip(counts, models, strict=True)) / sum(counts)
             gradient = old - mean
@@ -54,8 +58,6 @@ def oracle(
 def test_it_is_what_one_process_with_all_models_computes(
     n: int, every: int, lr: float, momentum: float
 ) -> None:
-    counts = [float(2 + rank) for rank in range(n)]
-
     def train(group: Group) -> list[NDArray[np.float64]]:
         weights = start()
         local = hvd.LocalSGD(
@@ -63,12 +65,12 @@ def test_it_is_what_one_process_with_all_models_computes(
         )
         for step in range(1, 13):
             own_step(weights, group.rank, step)
-            assert local.step(weight=counts[group.rank]) is weights
+            assert local.step(weight=n_samples(group.rank, step)) is weights
         return weights
 
     everyone = run_threads(n, train)
-    expected = oracle(n, 12, every, lr, momentum, counts)
-    alone = oracle(1, 12, every, lr, momentum, [1.0])
+    expected = oracle(n, 12, every, lr, momentum)
+    alone = oracle(1, 12, every, lr, momentum)
     for weights in everyone:
         for w, mine, first, single in zip(weights, expected, everyone[0], alone, strict=True):
             np.testing.assert_allclose(w, mine, rtol=1e-12)
@@ -109,7 +111,7 @@ def test_fp16_and_what_is_left_over() -> None:
     def train(group: Group) -> dict[str, Any]:
         tree = {"w": np.full(300, 1.0, np.float32), "n": 3, "rate": 0.5, "none": None}
         local = hvd.LocalSGD(tree, every=10, compression=hvd.Compression.fp16, group=group)
-        tree["w"] += np.float32(0.001) * group.rank
+        tree["w"] += np.linspace(0, 0.001, 300, dtype=np.float32) * group.rank
         tree["rate"] += group.rank
         tree["n"] += group.rank  # an integer, which is no parameter
         local.step()
@@ -117,7 +119,9 @@ def test_fp16_and_what_is_left_over() -> None:
         return tree
 
     for rank, tree in enumerate(run_threads(3, train)):
-        np.testing.assert_allclose(tree["w"], 1.001, rtol=1e-6)
+        mean = np.linspace(1, 1.001, 300, dtype=np.float32)
+        np.testing.assert_allclose(tree["w"], mean, rtol=1e-6)
+        assert (tree["w"] != mean).any()  # the changes have been rounded
         assert tree["w"].dtype == np.float32
         assert (tree["n"], tree["rate"], tree["none"]) == (3 + rank, 1.5, None)
 
