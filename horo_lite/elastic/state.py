@@ -273,7 +273,8 @@ class State:
         jax = sys.modules.get("jax")
         if jax is None:
             return False
-        arrays = [x for x in jax.tree.leaves(self._things()) if isinstance(x, jax.Array)]
+        leaves = [x for leaf in _leaves(self._things()) for x in jax.tree.leaves(leaf)]
+        arrays = [x for x in leaves if isinstance(x, jax.Array)]
         try:
             jax.block_until_ready(arrays)
         except RuntimeError:  # of deleted arrays, too

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterator, Mapping
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -120,8 +121,8 @@ class LocalSGD:
         found = _Found(self._params if params is None else params)
         if found.names != self._names:
             raise ValueError(
-                f"the parameters are not those that LocalSGD was made for: it has {self._names}, "
-                f"and got {found.names}"
+                "the parameters are not those that LocalSGD was made for: "
+                + _first_difference(self._names, found.names)
             )
         group = ops.ranks_of(self._group)
         if not self._is_compared:
@@ -170,15 +171,23 @@ class LocalSGD:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take what `state_dict()` has returned."""
+        """Take what `state_dict()` has returned.
+
+        Raises:
+            ValueError: It is the state of other parameters; nothing is changed.
+        """
+        pairs = []
         for key, kept in (("anchors", self._anchors), ("momenta", self._momenta)):
-            if list(state[key]) != self._names[: len(kept)]:
+            ours = [f"{name} {list(x.shape)}" for name, x in zip(self._names, kept, strict=False)]
+            theirs = [f"{name} {list(x.shape)}" for name, x in state[key].items()]
+            if ours != theirs:
                 raise ValueError(
-                    f"the state is that of another LocalSGD: it has {key} of {list(state[key])}, "
-                    f"and this one of {self._names[: len(kept)]}"
+                    f"the state is that of another LocalSGD: in its {key}, "
+                    + _first_difference(ours, theirs)
                 )
-            for x, saved in zip(kept, state[key].values(), strict=True):
-                x[...] = from_numpy(saved, x)
+            pairs += list(zip(kept, state[key].values(), strict=True))
+        for x, saved in pairs:
+            x[...] = from_numpy(saved, x)
         self._n_steps, self._weight = state["n_steps"], state["weight"]
         self._is_compared = False
 
@@ -215,6 +224,12 @@ class _Found:
         """Return the tree with what is in `values` now."""
         new = dict(zip(self._at, self._places.received([False] * len(self._at)), strict=True))
         return self._tree.written(new.get(i, leaf) for i, (_, leaf) in enumerate(self._tree.named))
+
+
+def _first_difference(ours: list[str], theirs: list[str]) -> str:
+    pairs = zip_longest(ours, theirs, fillvalue="nothing")
+    place, (one, other) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
+    return f"number {place} is {one!r} here, and {other!r} in what was given"
 
 
 def _is_floating(leaf: Any) -> bool:

@@ -94,8 +94,16 @@ def test_what_it_had_done_is_in_its_state() -> None:
                 weights = other
             own_step(weights, group.rank, step)
             local.step(weight=1 + group.rank)
-        with pytest.raises(ValueError, match="that of another LocalSGD"):
-            hvd.LocalSGD([np.zeros(3)], every=4, group=group).load_state_dict(local.state_dict())
+        for others, options, why in (
+            ([np.zeros((5, 3))], {}, "in its anchors, number 1 is 'nothing' here"),
+            ([np.zeros(3), *start()[1:]], {}, "in its anchors, number 0 is .* \\[3\\]' here"),
+            (start(), {"outer_momentum": 0.0}, "in its momenta, number 0 is 'nothing' here"),
+        ):
+            other = hvd.LocalSGD(others, every=4, group=group, **options)
+            before = copy.deepcopy(other.state_dict())
+            with pytest.raises(ValueError, match=why):
+                other.load_state_dict(local.state_dict())
+            assert str(other.state_dict()) == str(before)
         return weights
 
     for stop in (5, 7):
