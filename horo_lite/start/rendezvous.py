@@ -213,27 +213,30 @@ class Rendezvous(ObjectCommunicator):
                 "`python -m horo_lite -n N`, which need no PyTorch"
             ) from error
         host, port = spec.host, spec.port
-        if (host, port) not in _stores:
-            if self._keeps_store:
-                with suppress(RuntimeError):  # the port is taken: by another rank 0?
-                    return keep_store(spec, self._timeout_s)
-                self._keeps_store = False
-            with socket.socket(socket.AF_UNIX) as mark:
-                self._listen_for_store(host, port, mark)
+        known = self._answer(lambda: _known_store(spec))
+        if known is not None:
+            return known
+        if self._keeps_store:
+            with suppress(RuntimeError):  # the port is taken: by another rank 0?
+                return keep_store(spec, self._timeout_s)
+            self._keeps_store = False
+        with socket.socket(socket.AF_UNIX) as mark:
+            self._listen_for_store(host, port, mark)
+        try:
+            store = self._answer(lambda: _connected(spec, self._timeout_s))
+        except HoroLiteError:
+            raise
+        except RuntimeError as error:
             try:
-                _stores[host, port] = self._answer(lambda: _connected(spec, self._timeout_s))
-            except HoroLiteError:
-                raise
-            except RuntimeError as error:
-                try:
-                    _knock(host, port, timeout_s=5)
-                except OSError:  # it no longer answers
-                    raise self._lost_store() from error
-                raise LauncherError(
-                    f"what answers at {self._where} is not a PyTorch store ({error}): does "
-                    "another program use that port? Choose one that is free on rank 0's host"
-                ) from error
-        return _stores[host, port]
+                _knock(host, port, timeout_s=5)
+            except OSError:  # it no longer answers
+                raise self._lost_store() from error
+            raise LauncherError(
+                f"what answers at {self._where} is not a PyTorch store ({error}): does "
+                "another program use that port? Choose one that is free on rank 0's host"
+            ) from error
+        # Where ranks are threads, it does not replace the store that this process keeps.
+        return _stores.setdefault((host, port), store)
 
     def _listen_for_store(self, host: str, port: int, mark: socket.socket) -> None:
         """Wait until a process listens on the port.
@@ -433,7 +436,6 @@ class Rendezvous(ObjectCommunicator):
         except HoroLiteError:
             raise
         except RuntimeError as error:
-            _stores.clear()  # the next one may be different
             self._check_living(self._pids, f"for {self._store_name}")  # the cause of rank 0's end
             raise self._lost_store() from error
 
@@ -586,7 +588,6 @@ def keep_store(spec: RendezvousSpec, timeout_s: float = ANSWER_S) -> Any:
         ImportError: PyTorch is not installed.
         RuntimeError: The port is in use.
     """
-    # Not read again: where ranks are threads, another one may have put its connection there.
     _stores[spec.host, spec.port] = store = _connected(spec, timeout_s, keeps=True)
     return store
 
@@ -600,13 +601,28 @@ def report_failure(spec: RendezvousSpec, why: str) -> None:
         spec: The rendezvous, in one start of the job.
         why: The reason.
     """
-    key, place = _lost_key(spec), (spec.host, spec.port)
+    key = _lost_key(spec)
     with suppress(ImportError, OSError, RuntimeError):
-        if place not in _stores:
-            _knock(*place, timeout_s=ANSWER_S)
-            _stores[place] = _connected(spec, ANSWER_S)
+        store = _known_store(spec)
+        if store is None:
+            _knock(spec.host, spec.port, timeout_s=ANSWER_S)
+            store = _connected(spec, ANSWER_S)
         reason = json.dumps(f"{_name(spec)} failed ({why:.1000})").encode()
-        _stores[place].compare_set(key, "", sign(job_token(), key, reason).decode())
+        store.compare_set(key, "", sign(job_token(), key, reason).decode())
+
+
+def _known_store(spec: RendezvousSpec) -> Any:
+    """Return this process's connection to the store of a rendezvous; None: none that answers.
+
+    The store ends with rank 0; when that is started again, there is another at the same address.
+    """
+    place = spec.host, spec.port
+    with suppress(RuntimeError):
+        if place in _stores:
+            _stores[place].check([_lost_key(spec)])
+            return _stores[place]
+    _stores.pop(place, None)
+    return None
 
 
 def _connected(spec: RendezvousSpec, timeout_s: float, *, keeps: bool = False) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import re
 import socket
 import struct
@@ -22,6 +23,7 @@ from worlds import on_ranks
 
 import horo_lite as hvd
 from horo_lite.settings import Settings
+from horo_lite.start import rendezvous
 from horo_lite.start.mpi import failing_together
 from horo_lite.start.rendezvous import Rendezvous
 from horo_lite.start.rendezvous_spec import RendezvousSpec, rendezvous_spec
@@ -311,9 +313,10 @@ def meet(
     after_s: float = 0,
     meanwhile: Callable[[], object] = lambda: None,
     one_host: bool = True,
+    port: int = 0,
 ) -> list[Any]:
     """Return what each process gets that claims one of these ranks (rank, size)."""
-    port = free_port()
+    port = port or free_port()
     found: list[Any] = [None] * len(ranks)
 
     def come(place: int, rank: int, size: int) -> None:
@@ -388,6 +391,24 @@ def test_ranks_that_come_again_after_a_failure_make_a_world() -> None:
         for each in wrong:
             assert "different world sizes" in str(each.exception(30 * PATIENCE))
     together()
+
+
+def test_a_store_that_has_ended_is_forgotten_when_ranks_come_again() -> None:
+    """As when rank 0's process has died, and another one is started at the same address."""
+    spec = RendezvousSpec(1, 2, "localhost", free_port(), False, "0")
+    place = spec.host, spec.port
+    kept = rendezvous.keep_store(spec)
+    rendezvous._stores[place] = stale = rendezvous._connected(spec, 10)
+    del kept
+    gc.collect()
+    with pytest.raises(RuntimeError):
+        stale.check(["x"])
+    found = meet((1, 2), (0, 2), after_s=0.1, port=spec.port)
+    assert found == [[[(r, i, "x") for r in range(2)] for i in range(3)]] * 2
+    # Nor does a rank's own connection replace the store that this process keeps.
+    rendezvous._stores[place].check(["x"])
+    with pytest.raises(OSError, match="in use"), socket.create_server(("", spec.port)):
+        pass
 
 
 def test_a_rank_that_fails_for_any_reason_is_named_by_the_others_at_once() -> None:
