@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Set
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+QUANTIZED = ("int8", "int4")
+WIRES = ("none", "fp16", "bf16", *QUANTIZED)  # formats of floating point numbers in transfer
 
 
 def integer(name: str, value: Any) -> int:

@@ -82,6 +82,8 @@ inline Wire wire_of(const std::string& name) {
   if (name == "none") return Wire::kNone;
   if (name == "fp16") return Wire::kFloat16;
   if (name == "bf16") return Wire::kBFloat16;
+  if (name == "int8") return Wire::kInt8;
+  if (name == "int4") return Wire::kInt4;
   throw std::invalid_argument("unknown wire dtype '" + name + "'");
 }
 

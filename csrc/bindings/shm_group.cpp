@@ -44,7 +44,8 @@ std::unique_ptr<Channel> PyShmGroup::engine_channel(const std::shared_ptr<RankGr
 void PyShmGroup::allreduce(const std::vector<TensorRef>& tensors, Op op, Wire wire, const std::vector<double>& weights,
                            Factor factor, const std::vector<ptrdiff_t>& distances) {
   if (distances.empty()) {
-    shm.allreduce(Layout(tensors, op, wire, shm.chunk_bytes(total_bytes(tensors)), size()), weights, factor);
+    shm.allreduce(Layout(tensors, op, within_host(wire), shm.chunk_bytes(total_bytes(tensors)), size()), weights,
+                  factor);
   } else {
     const Layout layout(tensors, op, Wire::kNone, std::numeric_limits<size_t>::max(), size());
     shm.reduce_in_place(layout, distances, factor);
@@ -55,7 +56,7 @@ void PyShmGroup::reduce_scatter(const std::vector<std::vector<TensorRef>>& parts
                                 const std::vector<double>& weights, Factor factor) {
   size_t total = 0;
   for (const std::vector<TensorRef>& part : parts) total += total_bytes(part);
-  shm.reduce_scatter(Layout(parts, op, wire, shm.chunk_bytes(total)), weights, factor);
+  shm.reduce_scatter(Layout(parts, op, within_host(wire), shm.chunk_bytes(total)), weights, factor);
 }
 
 std::vector<Buffer> buffers_of(ListOf<PyTensors> stream) {

@@ -96,6 +96,18 @@ void bind_tensors(nb::module_& m) {
           nb::keep_alive<1, 2>(),
           "Let an all-reduce of these read the contributions from `sources`, and write the results here.")
       .def(
+          "keep_residuals", [](Tensors& t, const Tensors& residuals) { t.keep_residuals(residuals); }, "residuals"_a,
+          nb::keep_alive<1, 2>(),
+          "Let an all-reduce of these with quantized messages keep in `residuals`, which are float32 of the same "
+          "sizes, or empty, what the messages of this rank lack, and add it to the next.")
+      .def(
+          "is_float",
+          [](const Tensors& t, size_t index) { return t.refs().at(index).dtype >= DType::kFloat16; }, "index"_a,
+          "Whether its elements are floating point or complex numbers.")
+      .def(
+          "n_reals", [](const Tensors& t, size_t index) { return t.refs().at(index).n_elements; }, "index"_a,
+          "Its number of elements; for complex numbers, twice that.")
+      .def(
           "copy_to",
           [](const Tensors& from, const Tensors& to, bool streaming) {
             const WithoutGil release;

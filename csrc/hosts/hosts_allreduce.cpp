@@ -94,15 +94,18 @@ struct HostsAllreduce::Exchange {
     return all.received_.data() + ((window % kSlots * all.hosts_.size() + host) * all.parts_.size() + part) * room;
   }
 
-  void add(std::vector<Message>& messages, int host, int part, int tag, uint8_t* data, size_t n_bytes) const {
-    add_in_pieces(messages, {all.hosts_.owner(host, part), tag, data, n_bytes}, all.messages_->largest_message());
+  // Where its share of a complete window's image would begin, as a number, since there may be no memory if nothing is
+  // received.
+  uint8_t* received_image(size_t window, size_t host, size_t part) const {
+    const int own = all.hosts_.share(all.hosts_.here, all.parts_[part]);
+    const auto begin = reinterpret_cast<uintptr_t>(received(window, host, part));
+    return reinterpret_cast<uint8_t*>(begin - layout.share_begin(window, own));
   }
 
-  // Adds a part of a window's wire image.
-  void add(std::vector<Message>& messages, size_t window, int to, int owner, int part, int tag, uint8_t* image) const {
-    const size_t begin = layout.share_begin(window, all.hosts_.share(owner, part));
-    const size_t end = layout.share_end(window, all.hosts_.share(owner, part));
-    add(messages, to, part, tag, image + begin, end - begin);
+  // Adds the message that has a share of a window.
+  void add(std::vector<Message>& messages, size_t window, int host, int part, int share, int tag, uint8_t* data) const {
+    add_in_pieces(messages, {all.hosts_.owner(host, part), tag, data, layout.message_bytes(window, share)},
+                  all.messages_->largest_message());
   }
 
   void encode(size_t window) const {
@@ -122,10 +125,13 @@ struct HostsAllreduce::Exchange {
         layout.reduce(window, all.hosts_.share(host, part), images, -1, weights, {}, sum(window), false);
       }
       for (int host : all.others_) {
-        const size_t n_bytes = layout.share_end(window, own) - layout.share_begin(window, own);
-        add(receive, host, part, kSumTag, received(window, host, i), n_bytes);
-        add(send, window, host, host, part, kSumTag, sum(window));
-        if (gathers) add(receive_results, window, host, host, part, kResultTag, all.total(window));
+        const int theirs = all.hosts_.share(host, part);
+        add(receive, window, host, part, own, kSumTag, layout.message(window, own, received_image(window, host, i)));
+        uint8_t* const image = sum(window);
+        add(send, window, host, part, theirs, kSumTag,
+            layout.quantize(window, theirs, image, factor.scale / factor.divisor, image));
+        if (!gathers) continue;
+        add(receive_results, window, host, part, theirs, kResultTag, layout.message(window, theirs, all.total(window)));
       }
     }
     sums[window % kSlots] = all.messages_->start(receive, send);
@@ -138,18 +144,25 @@ struct HostsAllreduce::Exchange {
     for (size_t i = 0; i < all.parts_.size(); ++i) {
       const int part = all.parts_[i];
       const int own = all.hosts_.share(all.hosts_.here, part);
-      const size_t begin = layout.share_begin(window, own);
       std::vector<const uint8_t*> images;  // where each host's image of the complete window would begin
       for (int host = 0; host < all.hosts_.size(); ++host) {
-        // As a number, since there may be no memory if nothing is received.
-        const auto at = reinterpret_cast<uintptr_t>(received(window, host, i)) - begin;
-        images.push_back(host == all.hosts_.here ? sum(window) : reinterpret_cast<const uint8_t*>(at));
+        images.push_back(host == all.hosts_.here ? sum(window) : received_image(window, host, i));
+        if (host != all.hosts_.here) layout.dequantize(window, own, received_image(window, host, i));
       }
       layout.reduce(window, own, images, -1, {}, factor, all.total(window), !gathers);
       if (!gathers) continue;
-      for (int host : all.others_) add(send, window, host, all.hosts_.here, part, kResultTag, all.total(window));
+      // The host's own sum is no longer needed: its memory holds the message.
+      uint8_t* const result = layout.quantize(window, own, all.total(window), 1.0, sum(window));
+      for (int host : all.others_) add(send, window, host, part, own, kResultTag, result);
     }
     if (gathers) sent_results[window % kSlots] = all.messages_->start({}, send);
+  }
+
+  // Called when the other hosts' results have arrived.
+  void complete(size_t window) const {
+    for (int part : all.parts_) {
+      for (int host : all.others_) layout.dequantize(window, all.hosts_.share(host, part), all.total(window));
+    }
   }
 
   void decode(size_t window) const {
@@ -189,6 +202,8 @@ struct HostsAllreduce::Exchange {
         received_results[slot]->wait(all.on_idle);
         sent_results[slot]->wait(all.on_idle);
         clock.ends(Phase::kWait);
+        complete(step - kSumsUnderWay - kResultsUnderWay);
+        clock.ends(Phase::kUnpack);
       }
     }
   }

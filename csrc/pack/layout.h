@@ -22,6 +22,8 @@ struct TensorRef {
   DType dtype;
   // Where a reduction reads this rank's contribution; it writes the result to `address`. nullptr: it reads there, too.
   const void* source = nullptr;
+  // What quantized messages of this rank have lacked so far: see QuantizeArgs. nullptr: nothing is kept.
+  float* residual = nullptr;
 };
 
 // A run of blocks of one tensor inside one share.
@@ -114,6 +116,54 @@ class Layout {
     finish_stores(stores);
   }
 
+  // The size of a share in a message to another host: that of its image, unless messages are quantized.
+  size_t message_bytes(size_t chunk, int share) const {
+    if (!is_quantized_) return share_end(chunk, share) - share_begin(chunk, share);
+    size_t total = 0;
+    for (const Piece& piece : pieces(chunk, share)) total += message_bytes(piece);
+    return total;
+  }
+
+  // Returns the message with a share of `image`, written to where that share begins in `to`, which may be `image`. If
+  // it is not, `image` becomes what the receivers decode. `share_of_result` is as in QuantizeArgs.
+  uint8_t* quantize(size_t chunk, int share, uint8_t* image, double share_of_result, uint8_t* to) const {
+    if (!is_quantized_) return image + share_begin(chunk, share);
+    uint8_t* const message = to + share_begin(chunk, share);
+    uint8_t* next = message;
+    for (const Piece& piece : pieces(chunk, share)) {
+      uint8_t* const values = image + piece.offset;
+      float* const residual = tensors_[piece.tensor].residual;
+      if (const Quantization* quantization = kernels_[piece.tensor]->quantization) {
+        quantization->quantize({reinterpret_cast<float*>(values), piece.n_elements, next, to != image,
+                                residual == nullptr ? nullptr : residual + piece.first, share_of_result});
+      } else {
+        std::memmove(next, values, message_bytes(piece));
+      }
+      next += message_bytes(piece);
+    }
+    return message;
+  }
+
+  // Where a message with this share of `image` is received: at its end, so that it can be decoded in place.
+  uint8_t* message(size_t chunk, int share, uint8_t* image) const {
+    return image + share_end(chunk, share) - message_bytes(chunk, share);
+  }
+
+  // Decodes it there.
+  void dequantize(size_t chunk, int share, uint8_t* image) const {
+    if (!is_quantized_) return;
+    const uint8_t* next = message(chunk, share, image);
+    for (const Piece& piece : pieces(chunk, share)) {
+      uint8_t* const values = image + piece.offset;
+      if (const Quantization* quantization = kernels_[piece.tensor]->quantization) {
+        quantization->dequantize(next, piece.n_elements, reinterpret_cast<float*>(values));
+      } else {
+        std::memmove(values, next, message_bytes(piece));
+      }
+      next += message_bytes(piece);
+    }
+  }
+
   // The same for tensors in memory that all ranks have mapped, with the same layout on every rank: `distances[r]` is
   // how far rank r's tensors are from these. The result goes into all of them. Only for kernels whose wire is the
   // tensor's own format.
@@ -148,6 +198,12 @@ class Layout {
     const Piece* end() const { return last; }
   };
 
+  size_t message_bytes(const Piece& piece) const {
+    const Kernels& kernels = *kernels_[piece.tensor];
+    return kernels.quantization != nullptr ? kernels.quantization->message_bytes(piece.n_elements)
+                                           : kernels.wire_bytes(piece.n_elements);
+  }
+
   PieceRange pieces(size_t chunk, int share) const {
     const size_t i = chunk * (n_shares_ + 1) + share;
     return {pieces_.data() + piece_offsets_[i], pieces_.data() + piece_offsets_[i + 1]};
@@ -171,7 +227,10 @@ class Layout {
 
   void select(Op op, Wire wire) {
     kernels_.reserve(tensors_.size());
-    for (const TensorRef& tensor : tensors_) kernels_.push_back(&select_kernels(tensor.dtype, wire, op));
+    for (const TensorRef& tensor : tensors_) {
+      kernels_.push_back(&select_kernels(tensor.dtype, wire, op));
+      is_quantized_ = is_quantized_ || kernels_.back()->quantization != nullptr;
+    }
   }
 
   // Calls close(pieces, n_bytes) with chunk after chunk of the tensors [begin, end).
@@ -262,6 +321,7 @@ class Layout {
   std::vector<TensorRef> tensors_;
   int n_shares_;
   std::vector<const Kernels*> kernels_;
+  bool is_quantized_ = false;
   std::vector<Piece> pieces_;
   std::vector<size_t> chunk_sizes_;
   std::vector<size_t> piece_offsets_;  // n_shares + 1 per chunk

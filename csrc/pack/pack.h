@@ -27,9 +27,11 @@ inline constexpr size_t kWireAlignment = 64;
 enum class Op : uint8_t { kSum, kAverage, kWeightedAverage, kMin, kMax, kProduct };
 
 // The format that the caller asks for on the wire. Which one a tensor gets depends on its dtype: see select_kernels().
-// kBetweenHosts is kNone for data that may be sums of several ranks on their way to other hosts.
-enum class Wire : uint8_t { kNone, kBetweenHosts, kFloat16, kBFloat16 };
+// kBetweenHosts is kNone for data that may be sums of several ranks on their way to other hosts. With kInt8 and kInt4,
+// images in memory hold float32, and only the messages between hosts are quantized: see Quantization.
+enum class Wire : uint8_t { kNone, kBetweenHosts, kFloat16, kBFloat16, kInt8, kInt4 };
 inline Wire between_hosts(Wire asked) { return asked == Wire::kNone ? Wire::kBetweenHosts : asked; }
+inline Wire within_host(Wire asked) { return asked == Wire::kInt8 || asked == Wire::kInt4 ? Wire::kNone : asked; }
 
 // How a wire image is written. Streaming (non-temporal) stores bypass the caches: this is right for memory whose lines
 // are in a distant cache, since they need not be fetched to be overwritten. Same as kCached if the CPU has none.
@@ -78,6 +80,27 @@ struct ReduceArgs {
   Stores stores = Stores::kCached;  // to `wire`
 };
 
+// A number of floats on their way between hosts.
+struct QuantizeArgs {
+  float* values;  // in: what to send
+  size_t n_elements;
+  uint8_t* message;  // out; may be where the values begin
+  bool decodes;      // out: `values` are what the receivers decode; not if the message is there
+  // What previous messages lacked of the final results, which is added here; out: what this one lacks. Null: it is
+  // forgotten. Blocks that are not finite leave it as it is.
+  float* residual;
+  double share;  // how much 1.0 in `values` adds to the final result
+};
+
+// Integers of 8 or 4 bits with a float32 scale for each block of kQuantizedBlock elements, from its largest magnitude.
+// A block with inf or nan arrives as nan. `n_elements` always counts from a block boundary.
+struct Quantization {
+  size_t (*message_bytes)(size_t n_elements);  // at most 4 * n_elements + 1
+  void (*quantize)(const QuantizeArgs& args);
+  void (*dequantize)(const uint8_t* message, size_t n_elements, float* values);
+};
+inline constexpr size_t kQuantizedBlock = 256;
+
 // The three steps for one (dtype, wire, op). `n_elements` always counts from a block boundary.
 struct Kernels {
   size_t item_bytes;
@@ -86,6 +109,7 @@ struct Kernels {
   void (*encode)(const void* source, size_t n_elements, uint8_t* wire, Stores stores);
   void (*reduce)(const ReduceArgs& args);
   void (*decode)(const uint8_t* wire, size_t n_elements, void* destination);
+  const Quantization* quantization;  // of the wire's floats in messages between hosts; null: they travel as they are
 };
 
 // The kernels for this machine's best instruction set; every set gives the same bits. Throws std::invalid_argument

@@ -698,13 +698,143 @@ struct ScaledHalf : ScaledHalfFormat<T> {
   }
 };
 
+// --- Quantized: integers of a few bits, with a scale for each block ---
+
+// A block is its scale, then its integers; of 4 bits, the second half of a block is in the upper halves of the bytes.
+template <int kBits>
+struct Quantized {
+  static constexpr float kLevels = (1 << (kBits - 1)) - 1;
+  // Smaller blocks count as zeros: the inverse of the scale would not be a number.
+  static constexpr float kLeast = 0x1p-100f;
+
+  static size_t integers_bytes(size_t n) { return kBits == 8 ? n : (n + 1) / 2; }
+  static constexpr size_t kBlockBytes = sizeof(float) + kQuantizedBlock * kBits / 8;
+  static size_t message_bytes(size_t n) {
+    const size_t tail = n % kQuantizedBlock;
+    return n / kQuantizedBlock * kBlockBytes + (tail != 0 ? sizeof(float) + integers_bytes(tail) : 0);
+  }
+
+  struct Block {
+    alignas(64) float values[kQuantizedBlock];
+    alignas(64) int8_t integers[kQuantizedBlock];
+  };
+
+  // The scale of a block: 0 if all its values count as zeros, nan if one is not finite.
+  static float scale_of(const float* x) {
+    constexpr int32_t kInfinity = 0x7f800000;
+    int32_t largest = 0;
+    for (size_t i = 0; i < kQuantizedBlock; ++i) largest = std::max(largest, bit_cast<int32_t>(x[i]) & 0x7fffffff);
+    if (largest >= kInfinity) return std::numeric_limits<float>::quiet_NaN();
+    const auto most = bit_cast<float>(largest);
+    if (most < kLeast) return 0.0f;
+    const float scale = most / kLevels;
+    return std::isfinite(scale * kLevels) ? scale : std::nextafter(scale, 0.0f);
+  }
+
+  static void quantize(const QuantizeArgs& args) {
+    constexpr float kRounds = 0x1.8p23f;  // added to small numbers, leaves the nearest integer in the lowest bits
+    const auto share = static_cast<float>(args.share);
+    const auto per_share = static_cast<float>(1.0 / args.share);
+    const bool keeps = args.residual != nullptr && std::isfinite(share) && std::isfinite(per_share);
+    uint8_t* message = args.message;
+    Block block = {};
+    float* const x = block.values;
+    for (size_t first = 0; first < args.n_elements; first += kQuantizedBlock) {
+      const size_t n = std::min(kQuantizedBlock, args.n_elements - first);
+      alignas(64) float residual[kQuantizedBlock] = {};
+      std::memcpy(x, args.values + first, n * sizeof(float));
+      std::fill(x + n, x + kQuantizedBlock, 0.0f);
+      if (keeps) {
+        std::memcpy(residual, args.residual + first, n * sizeof(float));
+        for (size_t i = 0; i < kQuantizedBlock; ++i) x[i] += residual[i] * per_share;
+      }
+      const float scale = scale_of(x);
+      const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+      for (size_t i = 0; i < kQuantizedBlock; ++i) {
+        const float rounded = x[i] * inverse + kRounds;
+        block.integers[i] = static_cast<int8_t>(bit_cast<int32_t>(rounded) - bit_cast<int32_t>(kRounds));
+        const float decoded = static_cast<float>(block.integers[i]) * scale;
+        residual[i] = (x[i] - decoded) * share;
+        x[i] = decoded;
+      }
+      if (keeps && !std::isnan(scale)) std::memcpy(args.residual + first, residual, n * sizeof(float));
+      if (args.decodes) std::memcpy(args.values + first, x, n * sizeof(float));
+      std::memcpy(message, &scale, sizeof(scale));
+      write_integers(block.integers, n, message + sizeof(scale));
+      message += sizeof(scale) + integers_bytes(n);
+    }
+  }
+
+  static void dequantize(const uint8_t* message, size_t n_elements, float* values) {
+    Block block = {};
+    for (size_t first = 0; first < n_elements; first += kQuantizedBlock) {
+      const size_t n = std::min(kQuantizedBlock, n_elements - first);
+      float scale;
+      std::memcpy(&scale, message, sizeof(scale));
+      read_integers(message + sizeof(scale), n, block.integers);
+      message += sizeof(scale) + integers_bytes(n);
+      for (size_t i = 0; i < kQuantizedBlock; ++i) block.values[i] = static_cast<float>(block.integers[i]) * scale;
+      std::memcpy(values + first, block.values, n * sizeof(float));
+    }
+  }
+
+ private:
+  static void write_integers(const int8_t* integers, size_t n, uint8_t* to) {
+    if constexpr (kBits == 8) {
+      std::memcpy(to, integers, n);
+    } else {
+      const size_t half = integers_bytes(n);
+      uint8_t bytes[kQuantizedBlock / 2];
+      for (size_t i = 0; i < kQuantizedBlock / 2; ++i) {
+        bytes[i] = static_cast<uint8_t>((integers[i] & 0xf) | integers[(i + half) % kQuantizedBlock] << 4);
+      }
+      std::memcpy(to, bytes, half);
+    }
+  }
+
+  static void read_integers(const uint8_t* from, size_t n, int8_t* integers) {
+    if constexpr (kBits == 8) {
+      std::memcpy(integers, from, n);
+    } else {
+      const size_t half = integers_bytes(n);
+      int8_t bytes[kQuantizedBlock / 2] = {};
+      std::memcpy(bytes, from, half);
+      for (size_t i = 0; i < kQuantizedBlock / 2; ++i) {
+        integers[i] = static_cast<int8_t>(static_cast<int8_t>(bytes[i] << 4) >> 4);
+      }
+      int8_t upper[kQuantizedBlock / 2];
+      for (size_t i = 0; i < kQuantizedBlock / 2; ++i) upper[i] = static_cast<int8_t>(bytes[i] >> 4);
+      std::memcpy(integers + half, upper, half);
+    }
+  }
+};
+
+template <int kBits>
+const Quantization* quantization_of() {
+  using Format = Quantized<kBits>;
+  static const Quantization quantization = {Format::message_bytes, Format::quantize, Format::dequantize};
+  return &quantization;
+}
+
 // --- tables ---
 
 template <class Codec>
 const Kernels* kernels_of() {
-  static const Kernels kernels = {Codec::kItemBytes, Codec::kBlockBytes, Codec::wire_bytes,
-                                  Codec::encode,     Codec::reduce,      Codec::decode};
+  static const Kernels kernels = {
+      Codec::kItemBytes, Codec::kBlockBytes, Codec::wire_bytes, Codec::encode, Codec::reduce, Codec::decode, nullptr};
   return &kernels;
+}
+
+// Sums of T whose images are float32, and whose messages between hosts are quantized.
+template <class T>
+const Kernels* quantized(Wire wire) {
+  using Codec = Plain<T, float, float, Op::kSum>;
+  const auto with = [](const Quantization* quantization) {
+    return Kernels{Codec::kItemBytes, Codec::kBlockBytes, Codec::wire_bytes, Codec::encode,
+                   Codec::reduce,     Codec::decode,      quantization};
+  };
+  static const Kernels int8 = with(quantization_of<8>()), int4 = with(quantization_of<4>());
+  return wire == Wire::kInt8 ? &int8 : &int4;
 }
 
 // For `op`, which is one of `ops`: combinations that are never selected are not compiled.
@@ -757,6 +887,13 @@ const Kernels* real(Wire wire, Op op) {
 }  // namespace
 
 const Kernels* select(DType dtype, Wire wire, Op op) {
+  if (wire == Wire::kInt8 || wire == Wire::kInt4) {
+    if (summed(op) == Op::kSum && dtype == DType::kFloat16) return quantized<Half>(wire);
+    if (summed(op) == Op::kSum && dtype == DType::kBFloat16) return quantized<BFloat16>(wire);
+    if (summed(op) == Op::kSum && dtype == DType::kFloat32) return quantized<float>(wire);
+    if (summed(op) == Op::kSum && dtype == DType::kFloat64) return quantized<double>(wire);
+    wire = Wire::kBetweenHosts;
+  }
   switch (dtype) {
     case DType::kBool:
       if (op == Op::kAverage || op == Op::kWeightedAverage) return nullptr;

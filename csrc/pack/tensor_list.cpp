@@ -92,6 +92,7 @@ void TensorList::keep_rows(const std::vector<std::pair<int64_t, int64_t>>& rows)
     const size_t offset = static_cast<size_t>(begin) * row * item_bytes(ref.dtype);
     ref.address = static_cast<uint8_t*>(ref.address) + offset;
     if (ref.source != nullptr) ref.source = static_cast<const uint8_t*>(ref.source) + offset;
+    if (ref.residual != nullptr) ref.residual += static_cast<size_t>(begin) * row;
     ref.n_elements = static_cast<size_t>(end - begin) * row;
     n_rows = end - begin;
   }
@@ -167,6 +168,19 @@ void TensorList::read_from(const TensorList& sources) {
       throw std::invalid_argument("source " + std::to_string(i) + " has another size or dtype");
     }
     refs_[i].source = from.address;
+  }
+}
+
+void TensorList::keep_residuals(const TensorList& residuals) {
+  if (residuals.device() != kCpu || residuals.refs_.size() != refs_.size() || residuals.layout() != 0) {
+    throw std::invalid_argument("residuals must be in host memory, in C order, one for each tensor");
+  }
+  for (size_t i = 0; i < refs_.size(); ++i) {
+    const TensorRef& to = residuals.refs_[i];
+    if ((to.n_elements != 0 && to.n_elements != refs_[i].n_elements) || to.dtype != DType::kFloat32) {
+      throw std::invalid_argument("residual " + std::to_string(i) + " has another size, or is not float32");
+    }
+    refs_[i].residual = to.n_elements == 0 ? nullptr : static_cast<float*>(to.address);
   }
 }
 

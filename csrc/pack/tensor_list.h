@@ -56,6 +56,9 @@ class TensorList {
   const std::vector<TensorRef>& refs() const { return refs_; }
   // A reduction of these tensors reads `sources`, which match them, are in C order, and must outlive this list.
   void read_from(const TensorList& sources);
+  // A reduction with quantized messages keeps there what they lack, by element in memory; they must outlive this list.
+  // Nothing is kept for a tensor whose residual is empty.
+  void keep_residuals(const TensorList& residuals);
   std::vector<Buffer> buffers() const;
   size_t n_bytes() const;
   uint64_t signature() const;

@@ -68,6 +68,7 @@ class Memory:
     stream: CommunicationStream | None = None
     _xs: Sequence[Array] = ()  # the caller's, whose types the results have; may have been freed
     _sources: _native.Tensors | None = None  # with the contents of new arrays, not yet copied
+    _residuals: _native.Tensors | None = None
 
     def __init__(self, arrays: Sequence[Array], *, fresh: bool = False) -> None:
         self.fresh = fresh
@@ -141,6 +142,13 @@ class Memory:
             self.arrays[i] = _copied(original)
             bytes_copied += original.nbytes
         self.tensors = _native.Tensors([adapters.to_host(x) for x in self.arrays])
+        if self._residuals is not None:
+            self.tensors.keep_residuals(self._residuals)
+
+    def keep_residuals(self, residuals: Sequence[Array]) -> None:
+        """Keep in these arrays what quantized messages lack; see `Tensors.keep_residuals`."""
+        self._residuals = _native.Tensors(residuals)
+        self.tensors.keep_residuals(self._residuals)
 
     def fill(self) -> None:
         """Copy the sources, if there are any, into the arrays."""
@@ -302,6 +310,9 @@ class GpuMemory(Memory):
     def part(self, rows: slice) -> Array:
         x = self._xs[0]
         return adapters.adapter_of(x).copy(self._finished(self.arrays[0], x)[rows])
+
+    def keep_residuals(self, residuals: Sequence[Array]) -> None:
+        """Keep nothing: after an overflow, the core could not find it in a GPU's memory."""
 
     def empty(self, n_rows: int) -> tuple[Array, _native.Tensors]:
         ((adapter, x),) = self._adapters.values()

@@ -13,7 +13,7 @@ from horo_lite import _native, arguments
 from horo_lite.collectives import adasum, arithmetic
 from horo_lite.collectives.arrays import check_apart, described
 from horo_lite.collectives.calls import Call, Finish, Part
-from horo_lite.collectives.compression import Compression, Compressor
+from horo_lite.collectives.compression import COMPRESSORS, Compression, Compressor
 from horo_lite.collectives.participation import ArraySpec, neutral
 from horo_lite.collectives.shared_memory import memory_of
 from horo_lite.recording import recorder
@@ -82,9 +82,7 @@ class AllReduce(Call[bool]):
             known = ", ".join(f"hvd.{one.name}" for one in Op)
             raise ValueError(f"op must be one of {known}, not {op!r}")
         if not isinstance(compression, Compressor):
-            raise ValueError(
-                f"compression must be hvd.Compression.none, .fp16 or .bf16, not {compression!r}"
-            )
+            raise ValueError(f"compression must be {COMPRESSORS}, not {compression!r}")
         if op is Adasum and compression.wire != "none":
             raise ValueError("op=hvd.Adasum does not compress: leave compression out")
         for name, given in (
@@ -114,6 +112,7 @@ class AllReduce(Call[bool]):
         ):
             part.offsets = part.shared.offsets(memory.tensors)
         self._hook(part, type(self.compression).prepare, Compressor.prepare)
+        self.compression.attach(memory, self.names)
 
     def check(self, part: Part) -> None:
         arithmetic.check(

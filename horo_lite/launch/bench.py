@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 
 import horo_lite
 from horo_lite import files
+from horo_lite.arguments import WIRES
 from horo_lite.launch.tasks import free_port
 from horo_lite.start import session
 
@@ -371,7 +372,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
     add("-b", "--begin", type=_n_bytes, default=4, metavar="BYTES", help="first size (default: 4)")
     add("-e", "--end", type=_n_bytes, default=64 << 20, metavar="BYTES", help="last (default: 64M)")
     add("-f", "--factor", type=_factor, default=4.0, help="between sizes (default: 4)")
-    add("--compression", choices=("none", "fp16", "bf16"), default="none", help="wire format")
+    add("--compression", choices=WIRES, default="none", help="wire format")
     add("--compare", action="store_true", help="also MPI and PyTorch's gloo, if available")
     add("--json", type=Path, metavar="FILE", help="also write the measurements to this file")
     add("--plot", type=Path, metavar="FILE", help="also plot, with matplotlib: .png, .svg, .pdf")

@@ -23,12 +23,10 @@ class Compressor:
         raise NotImplementedError
 
 
-class WireCompressor(core.Compressor):
-    """A wire format of the core, which casts while it packs; also has Horovod's methods."""
+class _HorovodMethods:
+    """Horovod's methods, for a wire format of the core, which casts while it packs."""
 
-    def __init__(self, name: str, wire: str, dtype: torch.dtype | None) -> None:
-        super().__init__(name, wire)
-        self._dtype = dtype
+    _dtype: torch.dtype | None = None
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype | None]:
         """Return the tensor in the wire dtype, and its own dtype; integers are not changed."""
@@ -39,6 +37,18 @@ class WireCompressor(core.Compressor):
     def decompress(self, tensor: torch.Tensor, ctx: torch.dtype | None) -> torch.Tensor:
         """Return the tensor in the dtype that it had before `compress`."""
         return tensor if ctx is None else tensor.to(ctx)
+
+
+class WireCompressor(_HorovodMethods, core.Compressor):
+    """A wire format that is a dtype."""
+
+    def __init__(self, name: str, wire: str, dtype: torch.dtype | None) -> None:
+        super().__init__(name, wire)
+        self._dtype = dtype
+
+
+class QuantizingCompressor(_HorovodMethods, core.Quantizer):
+    """A wire format between hosts, to which `compress()` cannot convert: it changes nothing."""
 
 
 NoneCompressor = WireCompressor("none", "none", None)
@@ -56,3 +66,5 @@ class Compression:
     none = NoneCompressor
     fp16 = FP16Compressor
     bf16 = BF16Compressor
+    int8 = QuantizingCompressor("int8")
+    int4 = QuantizingCompressor("int4")

@@ -76,7 +76,7 @@ class LocalSGD:
         Options(compression=compression, group=group)  # checks them
         params = list(params) if isinstance(params, Iterator) else params
         self.every, self.outer_lr, self.outer_momentum = every, outer_lr, outer_momentum
-        self._compression, self._group, self._params = compression, group, params
+        self._compression, self._group, self._params = compression.for_steps(), group, params
         self._n_steps, self._weight = 0, 0.0
         self._is_compared = False
         found = _Found(params)

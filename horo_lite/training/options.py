@@ -16,7 +16,7 @@ import numpy as np
 
 from horo_lite import settings
 from horo_lite.adapters import Adapter, from_numpy, to_host
-from horo_lite.collectives.compression import Compression, Compressor
+from horo_lite.collectives.compression import COMPRESSORS, Compression, Compressor
 from horo_lite.collectives.reductions import Adasum, AnyOp, Average, Sum
 from horo_lite.ops import ranks_of
 from horo_lite.state.drift import check_reaction
@@ -114,10 +114,7 @@ class Options:
         if factor != 1 and self.op is not Average:
             raise ValueError("gradient_predivide_factor needs op=Average")
         if not isinstance(self.compression, Compressor):
-            raise ValueError(
-                "compression must be hvd.Compression.none, .fp16 or .bf16, not "
-                f"{self.compression!r}"
-            )
+            raise ValueError(f"compression must be {COMPRESSORS}, not {self.compression!r}")
 
     @staticmethod
     def _check_groups(n: Any, groups: Any) -> None:

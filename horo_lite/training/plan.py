@@ -80,9 +80,9 @@ class Plan:
         object.__setattr__(self, "digest", self._hash())
 
     def wire_bytes(self, i: int) -> int:
-        """Return the bytes of gradient i on the wire; a compressed float has two."""
+        """Return the bytes of gradient i on the wire of a host; a compressed float has two."""
         entry = self.entries[i]
-        narrow = self.wire != "none" and entry.dtype.startswith("float")
+        narrow = self.wire in ("fp16", "bf16") and entry.dtype.startswith("float")
         return entry.n_elements * (min(entry.itemsize, 2) if narrow else entry.itemsize)
 
     @property

@@ -10,9 +10,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
+from horo_lite.arguments import QUANTIZED
 from horo_lite.collectives.arrays import HOST, gpu_of
 from horo_lite.collectives.calls import AllGatherBytes, Compare, Part
-from horo_lite.collectives.compression import Compression, Compressor, OwnCompressor
+from horo_lite.collectives.compression import (
+    Compression,
+    Compressor,
+    OwnCompressor,
+    Quantizer,
+)
 from horo_lite.collectives.handle import Handle
 from horo_lite.collectives.reductions import Adasum, AnyOp, Average, checked_weight
 from horo_lite.errors import MismatchError, NonFiniteError, PeerLostError, StallError, warn
@@ -192,7 +198,9 @@ class Reducer:
         self.group = group
         self._adapter = adapter
         self._op = op
-        self._compression = compression
+        self._compression = compression.for_steps()
+        if compression.wire in QUANTIZED and group.size > 1 and group.transport.shares_memory:
+            _warn_of_one_host(group, compression)
         self._bucket_bytes = bucket_bytes
         self._passes = passes
         self._streams = streams
@@ -249,6 +257,7 @@ class Reducer:
         self._agreed = None
         self.number = 0
         self._attempt = 1
+        self._compression.reset()
         if not self._step.handles:
             self._step = self._new_step()
 
@@ -391,6 +400,8 @@ class Reducer:
             self.group.synchronize(handle)
         if copied:
             self._write_back(plan, copied)
+        if isinstance(self._compression, Quantizer):
+            self._reset_unless_finite([arrays[i] for i in plan.travelling])
         if self._agreed is None or self._agreed.plan != plan:
             self._agreed = AgreedPlan.of(plan, arrays)  # buckets leave early under it from now on
         return common
@@ -435,6 +446,7 @@ class Reducer:
         """
         if self._step.handles:
             self._withdraw()
+            self._compression.reset()
             self._attempt += 1
         self._step = self._new_step()
 
@@ -514,6 +526,14 @@ class Reducer:
             raise NonFiniteError(text)
         if self.group.rank == 0:
             warn(text)
+
+    def _reset_unless_finite(self, results: Sequence[Any]) -> None:
+        """Forget what messages have lacked of a step that overflowed, which the caller will skip.
+
+        What is left over of its other gradients may be far larger than those of the next step.
+        """
+        if self._gpu() is None and find_non_finite([("", x) for x in results], None):
+            self._compression.reset()
 
     # On a GPU with NCCL, where a step does not wait for the other ranks' programs.
 
@@ -737,6 +757,16 @@ class Reducer:
         for i, owner in enumerate(plan.owners):
             if plan.present[i] and owner in copied:
                 self._adapter.set_gradient(self._parameters[i][1], copied[owner])
+
+
+def _warn_of_one_host(group: Group, compression: Compressor) -> None:
+    key = compression.wire, Reducer
+    if group.rank == 0 and key not in group.kept:
+        group.kept[key] = True
+        warn(
+            f"compression {compression.name} changes what travels between hosts only, and all "
+            "ranks are on one: it has no effect"
+        )
 
 
 def _which_try(attempt: int) -> str:

@@ -50,7 +50,7 @@ class Reduction(NamedTuple):
     op: str
     """As `Op.value` ("sum", "average", ...), or "weighted average"."""
     wire: str = "none"
-    """The wire format of wider floating point numbers: "none", "fp16" or "bf16"."""
+    """The wire format of wider floating point numbers: one of `arguments.WIRES`."""
     prescale: float = 1.0
     scale: float = 1.0
     divisor: float = 1.0

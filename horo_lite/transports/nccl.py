@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from horo_lite import _native, settings
+from horo_lite.arguments import QUANTIZED
 from horo_lite.errors import DeviceError, warn
 from horo_lite.transports.agreement import agree, allgather_objects, allgather_texts
 from horo_lite.transports.gpu import GpuTransport
@@ -60,17 +61,27 @@ class NcclTransport(GpuTransport):
 
     def reduce(self, tensors: _native.Tensors, reduction: Reduction, weight: float | None) -> None:
         op, wire, prescale, scale, _, _ = reduction
+        self._check_wire(wire)
         divisor = self._divisor(op, weight)
         self.group.allreduce(tensors, op, wire, prescale, scale, divisor, weight)
 
     def allreduce(self, tensors: _native.Tensors, reduction: Reduction) -> None:
         op, wire, prescale, scale, divisor, weights = reduction
         if self.group.can_reduce(tensors, op, prescale, scale, divisor):  # the same on all ranks
+            self._check_wire(wire)
             mine = prescale * weights[self.rank] if weights else prescale
             self.group.allreduce(tensors, op, wire, mine, scale, divisor)
         else:
             self.host.agree(0, label="a reduction without NCCL")
             self._staged.allreduce(tensors, reduction)
+
+    def _check_wire(self, wire: str) -> None:
+        if self.rank == 0 and wire in QUANTIZED and wire not in _warned:
+            _warned.add(wire)
+            warn(
+                f"compression {wire} has no effect between GPUs with NCCL, where everything "
+                "travels as it is: fp16 halves the bytes there"
+            )
 
     def broadcast(self, tensors: _native.Tensors, root: int) -> None:
         nothing = _native.Tensors([])

@@ -146,13 +146,16 @@ class World:
         inputs: Sequence[Sequence[np.ndarray]],
         how: Arithmetic = SUM,
         on_idle: Callable[[], object] = lambda: None,
+        residuals: Sequence[Sequence[np.ndarray]] = (),
     ) -> list[list[np.ndarray]]:
-        """Return copies of each rank's arrays after an all-reduce."""
+        """Return copies of each rank's arrays after an all-reduce, which keeps the residuals."""
         results = [[array.copy() for array in arrays] for arrays in inputs]
 
         def reduce(rank: int, factors: Factors) -> None:
             allreduce = self.allreduces[rank]
             tensors = _native.Tensors(results[rank], writable=True)
+            if residuals:
+                tensors.keep_residuals(_native.Tensors(residuals[rank]))
             layout = _native.WireLayout(
                 tensors, how.op, how.wire, allreduce.window_bytes, allreduce.n_shares
             )
