@@ -101,9 +101,8 @@ void bind_tensors(nb::module_& m) {
           "Let an all-reduce of these with quantized messages keep in `residuals`, which are float32 of the same "
           "sizes, or empty, what the messages of this rank lack, and add it to the next.")
       .def(
-          "is_float",
-          [](const Tensors& t, size_t index) { return t.refs().at(index).dtype >= DType::kFloat16; }, "index"_a,
-          "Whether its elements are floating point or complex numbers.")
+          "is_float", [](const Tensors& t, size_t index) { return t.refs().at(index).dtype >= DType::kFloat16; },
+          "index"_a, "Whether its elements are floating point or complex numbers.")
       .def(
           "n_reals", [](const Tensors& t, size_t index) { return t.refs().at(index).n_elements; }, "index"_a,
           "Its number of elements; for complex numbers, twice that.")
