@@ -329,11 +329,8 @@ class GradientExchange:
     def _densify(self, slot: Slot) -> None:
         """Make the gradient dense."""
         gradient = slot.parameter.grad
-        if is_sparse(gradient):
-            slot.sparse_dim = gradient.sparse_dim()
-            slot.parameter.grad = gradient.to_dense()
-            if hasattr(gradient, _MARK):
-                setattr(slot.parameter.grad, _MARK, getattr(gradient, _MARK))
+        if slot.make_dense() and hasattr(gradient, _MARK):
+            setattr(slot.parameter.grad, _MARK, getattr(gradient, _MARK))
 
     def _make_sparse(self, slot: Slot, sparse_dim: int, is_by_hand: bool) -> None:
         """Give the optimizer a sparse gradient again, as SparseAdam needs it."""
@@ -598,8 +595,9 @@ class GradientExchange:
         if self.options.sparse_as_dense:
             for slot in touched:
                 self._densify(slot)
-        own = [s for s in touched if s.sparse_dim or is_sparse(s.parameter.grad)]
-        dense = {slot.index for slot in touched} - {slot.index for slot in own}
+            own = touched  # sparse again only if it was sparse wherever it was touched
+        else:
+            own = [slot for slot in touched if is_sparse(slot.parameter.grad)]
         note = Note(in_step, digest(self._hyperparameters()), sparse.note(own))
         n_ready = reducer.n_ready
         changed = [slot for slot in touched if slot.has_changed(n_ready[slot.index] > 0)]
@@ -644,9 +642,8 @@ class GradientExchange:
                         self._mark(slot, _BY_HAND if slot in by_hand else _COMPUTED)
             self._place()
         if self.options.sparse_as_dense:
-            for i, (sparse_dim, _) in sparse.found_in(rows.values()).items():
-                if i not in dense:
-                    self._make_sparse(self.slots[i], sparse_dim, self.slots[i] in by_hand)
+            for i, n_dims in sparse.dimensions(rows.values()).items():
+                self._make_sparse(self.slots[i], n_dims, self.slots[i] in by_hand)
         late = [rank for rank, note in notes.items() if note.in_step]
         if late and len(late) < len(notes):
             self._step.in_step, self._step.is_late = late, in_step

@@ -10,13 +10,17 @@ from horo_lite.adapters.torch import HAS_TABLE, TorchAdapter, resolved
 from horo_lite.torch import bucket_views
 from horo_lite.torch.passes import graph_task
 
+# An attribute of a dense gradient that was made of a sparse one. It stays with the tensor, to which
+# later passes add, also after zero_grad(set_to_none=False).
+_SPARSE_DIM = "_horo_lite_sparse_dim"
+
 
 class Slot:
     """One parameter, and the state of its gradient."""
 
     __slots__ = ("attributes", "exchanged", "hook", "index", "is_copied", "last_pass", "name",
-                 "parameter", "passes", "seen", "sparse_dim", "task", "touched",
-                 "view", "zeros_hook")  # fmt: skip
+                 "parameter", "passes", "seen", "task", "touched", "view",
+                 "zeros_hook")  # fmt: skip
 
     def __init__(self, name: str, parameter: Any) -> None:
         self.name = name
@@ -31,7 +35,6 @@ class Slot:
         self.touched = False  # since the last exchange
         self.exchanged = False  # since the last step() or zero_grad(): equal on all ranks
         self.task = -1  # the graph task in which it was exchanged; -1: in none
-        self.sparse_dim = 0  # of a sparse gradient that was made dense, for this exchange
         self.view: Any = None  # the tensor in shared memory for the gradient
         self.is_copied = False  # the gradient cannot be there: a copy is exchanged
 
@@ -50,12 +53,11 @@ class Slot:
     def begin(self) -> None:
         self.passes = 0
         self.seen = None
-        self.sparse_dim = 0
         self.touched = self.exchanged = self.is_copied = False
 
     def end_exchange(self) -> None:
         """Record that the gradient has been exchanged: what is added now is pending again."""
-        self.passes = self.sparse_dim = 0
+        self.passes = 0
         self.seen = None
         self.exchanged = True
         self.task = graph_task()
@@ -63,6 +65,23 @@ class Slot:
         self.touched = False
         if self.parameter.grad is not None:  # perhaps saved for a backward(), and overwritten
             torch.autograd.graph.increment_version(self.parameter.grad)
+
+    @property
+    def sparse_dim(self) -> int:
+        """The number of sparse dimensions; also of a gradient that `make_dense` has made dense."""
+        gradient = self.parameter.grad
+        if is_sparse(gradient):
+            return int(gradient.sparse_dim())
+        return int(getattr(gradient, _SPARSE_DIM, 0))
+
+    def make_dense(self) -> bool:
+        """Make a sparse gradient dense; return whether it was sparse."""
+        gradient = self.parameter.grad
+        if not is_sparse(gradient):
+            return False
+        self.parameter.grad = gradient.to_dense()
+        setattr(self.parameter.grad, _SPARSE_DIM, gradient.sparse_dim())
+        return True
 
     def see(self) -> None:
         """Record the gradient and its version, after an addition by a pass."""
@@ -90,6 +109,7 @@ class Slot:
             self.is_copied = True
             return gradient
         bucket_views.move(gradient, view)
+        setattr(view, _SPARSE_DIM, getattr(gradient, _SPARSE_DIM, 0))
         self.parameter.grad = view
         return view
 

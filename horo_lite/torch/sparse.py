@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,21 +13,27 @@ from horo_lite.collectives.group import Group
 from horo_lite.collectives.reductions import AnyOp
 from horo_lite.torch.slots import Slot, is_sparse
 from horo_lite.training import sparse_rows
-from horo_lite.training.sparse_rows import Layout, found_in
-
-__all__ = ["exchange", "found_in", "note"]
+from horo_lite.training.sparse_rows import Layout
 
 
 def note(slots: Sequence[Slot]) -> str:
-    """Describe sparse gradients to the other ranks: their sparse dimensions and dtypes."""
-    gradients = [(slot, slot.parameter.grad) for slot in slots]
+    """Describe gradients to the other ranks: their sparse dimensions and dtypes."""
     return sparse_rows.note(
         {
-            slot.index: (slot.sparse_dim or gradient.sparse_dim(), str(gradient.dtype)[6:])
-            for slot, gradient in gradients
-            if gradient is not None
+            slot.index: (slot.sparse_dim, str(slot.parameter.grad.dtype)[6:])
+            for slot in slots
+            if slot.parameter.grad is not None
         }
     )
+
+
+def dimensions(notes: Iterable[str]) -> dict[int, int]:
+    """Return the sparse dimensions of the gradients that are dense in none of the ranks' notes."""
+    found: dict[int, int] = {}
+    for each in map(json.loads, filter(None, set(notes))):
+        for i, (n_dims, _) in each.items():
+            found[int(i)] = min(n_dims, found.get(int(i), n_dims))
+    return {i: n_dims for i, n_dims in found.items() if n_dims}
 
 
 def exchange(

@@ -1521,6 +1521,34 @@ def test_a_zeroed_sparse_gradient_receives_what_others_computed(then: str, as_de
         assert steps == pytest.approx([0, 1, 0.5, 0])
 
 
+@pytest.mark.parametrize("shares", [False, True])
+def test_gradients_made_dense_are_sparse_again_on_all_ranks_or_on_none(shares: bool) -> None:
+    """Otherwise an optimizer updates sparse rows on some ranks, and dense ones on others."""
+
+    def rank(group: Group) -> list[Any]:
+        table = fill(nn.Embedding(4, 2, sparse=True))
+        adagrad = torch.optim.Adagrad(table.parameters(), lr=0.1)
+        options = {"sparse_as_dense": True, "gradient_as_bucket_view": shares}
+        optimizer = wrap(adagrad, group, table, backward_passes_per_step=2, **options)
+        found = []
+        for case in ("abandoned on rank 1", "dense on rank 1", "sparse", "dense on rank 0"):
+            optimizer.zero_grad()
+            if case == "abandoned on rank 1" and group.rank == 1:
+                table(torch.tensor([0, 1])).sum().backward()
+                optimizer.zero_grad(set_to_none=False)  # zeros, where a dense gradient was
+            is_dense = case == f"dense on rank {group.rank}"
+            for k in range(2):
+                rows = torch.tensor([k, group.rank])
+                (table.weight[rows] if is_dense else table(rows)).pow(2).sum().backward()
+            optimizer.step()
+            found.append(table.weight.grad.is_sparse)
+        return [found, table.weight.tolist()]
+
+    first, second = run_threads(2, rank)
+    assert first == second
+    assert first[0] == [True, False, True, False]
+
+
 def test_a_gradient_that_is_sparse_on_one_rank_and_dense_on_another() -> None:
     def rank(group: Group) -> None:
         table = nn.Embedding(4, 2, sparse=group.rank == 1)
