@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from operator import length_hint
 from typing import Any
 
 from horo_lite.training.data import length_of, non_negative, rank_and_size, sample_order
@@ -33,7 +34,8 @@ class Sampler:
         self._epoch = 0
         self._n_consumed = 0
         self._begin = 0  # the number of consumed samples when the current iteration began
-        self._n_batch = 1  # samples of the last batch, of all ranks
+        self._n_batch = 0  # samples of the iteration's last batch, of all ranks; 0: no batch yet
+        self._left: Iterator[int] | None = None  # what the iteration has not handed out yet
         # Whether an iteration has begun since `set_epoch` or a change of the world. Only then may
         # it be complete, and the next one start a new epoch: a job that lost ranks between the last
         # batch of an epoch and the next epoch must not train on this one again.
@@ -87,6 +89,7 @@ class Sampler:
 
     def _deal(self) -> None:
         self._begin = self._n_consumed
+        self._n_batch, self._left = 0, None
         self._place = None
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
@@ -127,12 +130,16 @@ class Sampler:
         total = len(self) * size
         while len(rest) < total:  # more than once if there are more ranks than samples
             rest += rest[: total - len(rest)]
-        return iter(rest[rank:total:size])
+        self._left = iter(rest[rank:total:size])
+        return self._left
 
     def _is_complete(self) -> bool:
         """Return whether the iteration has no further batch; loaders may leave out the last."""
         rest = self._n - self._n_consumed
-        return self._has_begun and (rest == 0 or rest < self._n_batch)
+        if rest == 0 or self._n_batch:
+            return self._has_begun and rest < max(self._n_batch, 1)
+        # Without a batch: a rank that has joined since the last one does not know their size.
+        return self._left is not None and not length_hint(self._left)
 
     def _dealt_out(self) -> list[int]:
         order: list[int] = sample_order(self._n, self._shuffle, self._seed, self._epoch).tolist()

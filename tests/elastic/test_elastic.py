@@ -411,6 +411,40 @@ def test_no_epoch_is_left_out(monkeypatch, call: str, drop_last: bool) -> None:
             sampler.set_epoch(epoch + ("next" in call))
 
 
+@pytest.mark.parametrize("call", ["after", "never"])
+def test_ranks_that_join_after_the_last_full_batch_begin_the_next_epoch_with_the_others(
+    monkeypatch, call: str
+) -> None:
+    """With loaders that leave out the rest: the new rank has not seen how large a batch is."""
+
+    def epoch(sampler: elastic.Sampler, size: int) -> int:
+        monkeypatch.setattr(elastic.sampler, "rank_and_size", lambda *_: (0, size))
+        n_batches = len(list(sampler)) // 3
+        for i in range(n_batches):
+            sampler.record_batch(i, 3)
+        if call == "after":
+            sampler.set_epoch(0)
+        return n_batches
+
+    old, new = elastic.Sampler(21), elastic.Sampler(21)
+    monkeypatch.setattr(elastic.sampler, "rank_and_size", lambda *_: (0, 2))
+    for i, _ in zip(range(3), old, strict=False):
+        old.record_batch(i, 3)
+    new.load_state_dict(old.state_dict())
+    for sampler in (old, new):
+        sampler.reset()
+        assert [epoch(sampler, 3) for _ in range(3)] == [0, 2, 2]
+
+
+def test_a_restored_sampler_continues_although_its_loader_had_prefetched_all(alone) -> None:
+    sampler = elastic.Sampler(6)
+    sampler.record_batch(0, 2)
+    content = sampler.state_dict()
+    assert len(list(sampler)) == 4
+    sampler.load_state_dict(content)
+    assert len(list(sampler)) == 4
+
+
 def test_an_epoch_that_is_complete_is_not_trained_on_again_after_a_loss(alone) -> None:
     sampler = elastic.Sampler(4)
     state = elastic.State(sampler=sampler, epoch=0)
