@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from horo_lite.start.stall import stragglers as stragglers
     from horo_lite.start.trace import start_timeline as start_timeline
     from horo_lite.start.trace import stop_timeline as stop_timeline
+    from horo_lite.start.traffic import Stats as Stats
+    from horo_lite.start.traffic import stats as stats
     from horo_lite.state.broadcast import broadcast_optimizer_state as broadcast_optimizer_state
     from horo_lite.state.broadcast import broadcast_parameters as broadcast_parameters
     from horo_lite.state.drift import check_in_sync as check_in_sync
@@ -78,6 +80,7 @@ _DEFINED_IN = {
         "training.micro_batches": "MicroBatch MicroBatches",
         "training.optimizer": "DistributedOptimizer",
         "start.stall": "announce stragglers Straggler",
+        "start.traffic": "stats Stats",
         "start.trace": "start_timeline stop_timeline",
         "context": "is_initialized world rank size local_rank local_size cross_rank cross_size "
         "is_homogeneous device World Device",

@@ -181,6 +181,7 @@ class Messages:
         with self._lock:
             if n_bytes <= SMALL_BYTES:
                 inside = ctypes.string_at(address, n_bytes)
+                self._mailbox.count(n_bytes)
             else:
                 message.memory = memory
                 message.offered = self._mailbox.offer(dst, number, address, n_bytes)

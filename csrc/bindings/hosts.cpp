@@ -68,7 +68,7 @@ class PythonPointToPoint : public PointToPoint {
  public:
   PythonPointToPoint(Start start, size_t largest_message) : start_(shared(start)), largest_message_(largest_message) {}
   size_t largest_message() const override { return largest_message_; }
-  std::unique_ptr<Transfer> start(const std::vector<Message>& receive, const std::vector<Message>& send) override {
+  std::unique_ptr<Transfer> begin(const std::vector<Message>& receive, const std::vector<Message>& send) override {
     return in_python([&] {
       const nb::object done = nb::handle(start_.get())(tuples(receive), tuples(send));
       return std::make_unique<PythonTransfer>(shared(done));
@@ -84,7 +84,7 @@ class PythonPointToPoint : public PointToPoint {
 class PythonCarrier : public Carrier {
  public:
   PythonCarrier(Start start, AllGather allgather) : start_(shared(start)), allgather_(shared(allgather)) {}
-  std::unique_ptr<Transfer> start(const std::vector<Message>& receive, const std::vector<Message>& send) override {
+  std::unique_ptr<Transfer> begin(const std::vector<Message>& receive, const std::vector<Message>& send) override {
     return in_python([&] {
       const nb::object done = nb::handle(start_.get())(tuples(receive), tuples(send));
       return std::make_unique<PythonTransfer>(shared(done));
@@ -235,6 +235,11 @@ struct PyHostsGroup : RankGroup {
 }  // namespace
 
 void bind_hosts(nb::module_& m) {
+  m.def("bytes_sent", [] { return bytes_sent.load(); }, "Return how many bytes carriers were given for other ranks.");
+  m.def(
+      "count_sent", [](size_t n_bytes) { bytes_sent += n_bytes; }, "n_bytes"_a,
+      "Add bytes that a carrier was given without C++.");
+
   nb::class_<PyTransfer>(m, "Transfer", "Messages in flight to and from other hosts.")
       .def(
           "__call__",

@@ -98,7 +98,7 @@ std::vector<std::string> HostsGroup::gather(const std::string& mine, const std::
     add_in_pieces(receive, message(peer, incoming_[peer]), largest);
     add_in_pieces(send, message(peer, outgoing_), largest);
   }
-  giving_up_on_error([&] { wait(*carrier_->start(receive, send)); });
+  giving_up_on_error([&] { wait(*carrier_->begin(receive, send)); });
   std::vector<std::string> everyone = incoming_;
   everyone[rank_] = mine;
   return everyone;

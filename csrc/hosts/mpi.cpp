@@ -197,7 +197,7 @@ class WithHandles : public MpiPointToPoint {
     mpi_.status_tag = handles.status_tag;
   }
   size_t largest_message() const override { return largest_message_; }
-  std::unique_ptr<Transfer> start(const std::vector<Message>& receive, const std::vector<Message>& send) override {
+  std::unique_ptr<Transfer> begin(const std::vector<Message>& receive, const std::vector<Message>& send) override {
     return std::make_unique<MpiTransfer<Handle>>(mpi_, receive, send);
   }
   std::unique_ptr<Transfer> allgather(const uint8_t* mine, size_t n_bytes, uint8_t* everyone) override {

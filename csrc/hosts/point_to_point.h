@@ -1,6 +1,7 @@
 // Messages between ranks of different hosts, over any carrier.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -34,13 +35,20 @@ class Transfer {
   void wait(const std::function<void()>& on_idle);
 };
 
+// The bytes that this process has given to carriers for other ranks: the contents of messages, not what ranks tell each
+// other about operations (handshakes, control channels). Each is added by the function that the caller hands it to.
+inline std::atomic<uint64_t> bytes_sent{0};
+
 class PointToPoint {
  public:
   virtual ~PointToPoint() = default;
   // Longer messages should be sent in pieces.
   virtual size_t largest_message() const { return SIZE_MAX; }
-  // Never waits. The messages' memory may be accessed until the transfer is done, even if it is dropped before.
-  virtual std::unique_ptr<Transfer> start(const std::vector<Message>& receive, const std::vector<Message>& send) = 0;
+  // Never waits, and counts the bytes. The messages' memory may be accessed until the transfer is done, even if it is
+  // dropped before.
+  std::unique_ptr<Transfer> start(const std::vector<Message>& receive, const std::vector<Message>& send);
+  // The same without counting the bytes, for messages that belong to a handshake.
+  virtual std::unique_ptr<Transfer> begin(const std::vector<Message>& receive, const std::vector<Message>& send) = 0;
 };
 
 }  // namespace horo

@@ -24,6 +24,9 @@ class Mailbox(Protocol):
     def send(self, peer: int, record: bytes) -> bool:
         """Send the record; return False if there is no room for it at the moment."""
 
+    def count(self, n_bytes: int) -> None:
+        """Count the bytes of a message inside a record, if records leave the host."""
+
     def receive(self) -> list[bytes]:
         """Return the records that have arrived, in the order of sending for each peer."""
 

@@ -68,6 +68,9 @@ class Pipes:
             _check_inbox(path, status)
             self._pipes[peer] = status.st_ino
 
+    def count(self, n_bytes: int) -> None:
+        pass  # it stays on this host
+
     def send(self, peer: int, record: bytes) -> bool:
         data = _LENGTH.pack(len(record)) + record
         assert len(data) <= select.PIPE_BUF

@@ -26,7 +26,7 @@ class Network {
   class Endpoint : public Carrier {
    public:
     Endpoint(Network& network, int rank, int n_ranks) : network_(network), rank_(rank), n_ranks_(n_ranks) {}
-    std::unique_ptr<Transfer> start(const std::vector<Message>& receive, const std::vector<Message>& send) override {
+    std::unique_ptr<Transfer> begin(const std::vector<Message>& receive, const std::vector<Message>& send) override {
       auto transfer = std::make_unique<Waiting>(network_);
       const std::lock_guard lock(network_.mutex_);
       for (const Message& m : receive) network_.add({m.peer, rank_, m.tag}, &Way::awaited, m, *transfer);
@@ -42,7 +42,7 @@ class Network {
         else receive.push_back({r, kTag, theirs, n_bytes});
         if (r != rank_) send.push_back({r, kTag, const_cast<uint8_t*>(mine), n_bytes});
       }
-      return start(receive, send);
+      return begin(receive, send);
     }
 
    private:

@@ -67,14 +67,14 @@ def count_messages() -> tuple[int, int]:
     from horo_lite.transports.gloo.carrier import GlooChannel
 
     sizes: list[int] = []
-    start = GlooChannel.start
+    begin = GlooChannel.begin
 
     def counted(self: Any, receive: Any, send: Any) -> Any:
         sizes.extend(memory.nbytes for _, _, memory in send)
-        return start(self, receive, send)
+        return begin(self, receive, send)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GlooChannel, "start", counted)
+        patch.setattr(GlooChannel, "begin", counted)
         world = hvd.init()
         ones = np.ones(4 << 20, np.float32)
         assert (hvd.allreduce(ones, op=hvd.Sum) == 2).all()

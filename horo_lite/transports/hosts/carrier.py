@@ -40,7 +40,10 @@ class Channel(ABC):
 
     @abstractmethod
     def start(self, receive: Sequence[Message], send: Sequence[Message]) -> Done:
-        """Begin to receive and send messages. Both sides know their sizes; tags are from 0 on."""
+        """Begin to receive and send messages, and count the bytes to send (`hvd.stats()`).
+
+        Both sides know their sizes; tags are from 0 on.
+        """
 
     @abstractmethod
     def send(self, texts: Mapping[int, bytes], tag: int) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from horo_lite import _native
 from horo_lite.errors import HoroLiteError
 from horo_lite.transports.hosts.carrier import Channel, Done, memory_at
 
@@ -49,6 +50,9 @@ class HostsMailbox:
         self.channel.send({peer: record}, _RECORD)
         self._transport.group.count_record(peer)
         return True
+
+    def count(self, n_bytes: int) -> None:
+        _native.count_sent(n_bytes)
 
     def receive(self) -> list[bytes]:
         records = [record for _, _, record in self.channel.receive()]
