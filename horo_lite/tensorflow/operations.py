@@ -78,14 +78,13 @@ def in_python(
 
     It is called now or, while a graph is being traced, whenever the graph runs. `results` gives the
     results' dtypes and shapes; a shape or dimension is None if it may differ between ranks. An
-    eager call passes on None in `tensors`; a graph has no None.
+    eager call passes on None in `tensors`; a graph has no None. Without tensors, it is called, too:
+    the other ranks may have some.
     """
     if tf.executing_eagerly():
         with raised_as_tensorflows():
             arrays = function(*(None if x is None else array_of(x) for x in tensors))
         return [None if array is None else tf.convert_to_tensor(array) for array in arrays]
-    if not tensors:
-        return []
 
     def call(*arrays: Any) -> list[Array]:
         views = [np.asarray(array) for array in arrays]  # scalars are not arrays yet
@@ -102,7 +101,9 @@ def in_python(
     before = getattr(graph, _LAST, None)
     with tf.control_dependencies([] if before is None else [before]):
         outputs = tf.numpy_function(as_it_is(call), tensors, [d for d, _ in results], name=NODE)
-    setattr(graph, _LAST, outputs[0].op)
+    setattr(graph, _LAST, outputs[0].op if results else outputs)
+    if not results:
+        return []
     for output, (_, shape) in zip(outputs, results, strict=True):
         output.set_shape(shape)
     return list(outputs)

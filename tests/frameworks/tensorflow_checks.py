@@ -603,6 +603,24 @@ def check_persistent_tape(made: Maker) -> None:
     assert nothing == {}
 
 
+def check_a_tape_without_gradients(made: Maker) -> None:
+    """On all ranks, and on some: they must not exchange another number of times."""
+    x, y = tf.Variable([1.0], name="x"), tf.Variable([2.0], name="y")
+
+    def found(source: Any, **weight: Any) -> Any:
+        with tf.GradientTape() as tape:
+            square = x**2
+        return hvd.DistributedGradientTape(tape).gradient(square, [source], **weight)
+
+    for weight in ({}, {"weight": RANK + 1}):
+        assert made(partial(found, y, **weight))() == [None]
+    if SIZE > 1 and made is tf.function:  # eagerly it counts as zeros
+        with pytest.raises(tf.errors.OpError, match=r"rank 0 has only 0 parameters, rank.* 'x:0'"):
+            made(partial(found, x if RANK else y))()
+    (square,) = made(partial(found, x))()
+    np.testing.assert_array_equal(square, [2.0])
+
+
 def check_horovods_options_of_a_tape(made: Maker) -> None:
     """The formulas: sum(g / f) * f / N; local sources g / N, or g; the compression's two calls."""
     local, shared = tf.Variable([2.0, 3.0], name="local"), tf.Variable([1.0, 4.0], name="shared")
