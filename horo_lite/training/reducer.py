@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
+from horo_lite.adapters import Adapter, adapter_of
 from horo_lite.arguments import QUANTIZED
 from horo_lite.collectives.arrays import HOST, gpu_of
 from horo_lite.collectives.calls import AllGatherBytes, Compare, Part
@@ -44,7 +45,6 @@ from horo_lite.training.plan import (
 )
 
 if TYPE_CHECKING:
-    from horo_lite.adapters import Adapter
     from horo_lite.collectives.group import Group
     from horo_lite.transports.shm import SharedMemory
 
@@ -507,7 +507,9 @@ class Reducer:
             if held is not None:
                 arrays[i] = held
             elif value is not None and gpu_of(value) is not None:
-                arrays[i] = self._adapter.zeros_like(value)
+                # Parameter objects of one's own hold arrays of a framework.
+                of = adapter_of(value) if type(self._adapter) is Adapter else self._adapter
+                arrays[i] = of.zeros_like(value)
             else:
                 arrays[i] = self._adapter.missing(parameter, entry.dtype, entry.shape)
             copied[i] = arrays[i]

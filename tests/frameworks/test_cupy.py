@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import contract
@@ -103,6 +104,29 @@ class TestCupy(Contract):
 
     def place(self, gradient: Any) -> Any:
         return id(gradient), gradient._memory.__array_interface__["data"][0]
+
+    def test_parameter_objects_that_hold_arrays(self) -> None:
+        self.run(self.objects, 2)
+
+    def objects(self, group: Group) -> None:
+        """A gradient that only one rank has counts as zeros, on the GPU, on the other."""
+        parameters = [
+            SimpleNamespace(data=cp.asarray(np.ones(n, np.float32)), grad=None) for n in (2, 3)
+        ]
+
+        def step() -> None:
+            for parameter in parameters:
+                parameter.data.subtract(parameter.grad, 1.0)
+
+        optimizer = hvd.DistributedOptimizer(SimpleNamespace(params=parameters, step=step))
+        for k in range(2):
+            for i, parameter in enumerate(parameters):
+                is_here = i == group.rank or k == 1
+                values = np.full(parameter.data.shape, 2.0 + i + k, np.float32)
+                parameter.grad = cp.asarray(values) if is_here else None
+            optimizer.step()
+        # Minus 2 / 2 and 3 / 2, then minus 3 and 4.
+        assert [set(p.data.get().tolist()) for p in parameters] == [{-3.0}, {-4.5}]
 
     def test_a_thread_that_has_not_chosen_a_gpu(self) -> None:
         self.run(self.elsewhere, 2)
