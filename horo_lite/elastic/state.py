@@ -437,7 +437,8 @@ def _written(old: Any, content: Any) -> Any:
         return new
     # NumPy arrays may have dtypes that the core does not know: here they are only copied.
     if isinstance(old, np.ndarray):
-        writes = old.flags.writeable and not repeats(old)
+        keeps = isinstance(old, type(new))  # a mask would be lost in a plain array
+        writes = keeps and old.flags.writeable and not repeats(old)
     else:
         writes = adapter_of(old).mutable and is_writable(old)
     if writes:

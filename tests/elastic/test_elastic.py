@@ -136,6 +136,8 @@ def test_arrays_of_any_dtype_are_kept(alone) -> None:
     counts = elastic.State(array=np.zeros(2, int))  # floats on the rank that sends it
     counts.load({"array": np.array([0.5, 1.5])})
     assert counts.array.tolist() == [0.5, 1.5]
+    counts.load({"array": np.ma.array([1.0, 2.0], mask=[True, False])})
+    assert counts.array.tolist() == [None, 2]
 
 
 def test_commits_in_the_background(alone, tmp_path, monkeypatch) -> None:
