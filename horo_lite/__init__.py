@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from horo_lite.adapters import register_adapter as register_adapter
     from horo_lite.collectives.compression import Compression as Compression
     from horo_lite.collectives.compression import Compressor as Compressor
+    from horo_lite.collectives.compression import Ranks as Ranks
     from horo_lite.collectives.handle import Handle as Handle
     from horo_lite.collectives.reductions import Average as Average
     from horo_lite.collectives.reductions import Max as Max
@@ -69,7 +70,7 @@ _DEFINED_IN = {
         "allgather allgather_async broadcast broadcast_ broadcast_async broadcast_async_ alltoall "
         "alltoall_async barrier broadcast_object allgather_object synchronize poll join "
         "send recv isend irecv",
-        "collectives.compression": "Compression Compressor",
+        "collectives.compression": "Compression Compressor Ranks",
         "training.data": "DistributedSampler partition_dataset",
         "state.drift": "check_in_sync fingerprint",
         "errors": "HoroLiteError NotInitializedError MismatchError DriftError NonFiniteError "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,25 @@ from horo_lite.arguments import WIRES
 
 if TYPE_CHECKING:
     from horo_lite.collectives.arrays import Memory
+
+
+class Ranks(Protocol):
+    """The ranks of a step, for `Compressor.exchange`. Every rank makes the same calls."""
+
+    size: int
+
+    @property
+    def share(self) -> float:
+        """This rank's share of the average: 1 / size, or its weight over all weights. Collective.
+
+        The shares of all ranks that have not joined add up to 1.
+        """
+
+    def average(self, arrays: Sequence[Any]) -> None:
+        """Replace these arrays, in place, by their averages, weighted as gradients are."""
+
+    def allgather(self, array: Any) -> list[Any]:
+        """Return every rank's array, in rank order; their lengths may differ."""
 
 
 class Compressor:
@@ -24,8 +43,8 @@ class Compressor:
     they travel between hosts.
 
     For more (sparsification, error feedback), derive from this class and override `prepare` and
-    `restore`. An instance may keep state by tensor name. Pass an equal one on every rank: `name`
-    and `wire` are compared, and a difference raises MismatchError.
+    `restore`, or `exchange`. An instance may keep state by tensor name. Pass an equal one on every
+    rank: `name` and `wire` are compared, and a difference raises MismatchError.
     """
 
     def __init__(self, name: str, wire: str = "none") -> None:
@@ -46,13 +65,36 @@ class Compressor:
         """Give the core what it needs of this compressor's state, before an operation."""
 
     def reset(self) -> None:
-        """Forget the state, since steps were dropped or repeated."""
+        """Forget the state, since steps were dropped, repeated, or had results that overflowed."""
 
     def prepare(self, name: str, gradient: NDArray[Any]) -> None:
         """Change `gradient` of tensor `name`, in place, to what this rank contributes."""
 
     def restore(self, name: str, gradient: NDArray[Any]) -> None:
         """Change the reduced `gradient`, in place, to what the optimizer receives."""
+
+    def exchange(self, names: Sequence[str], gradients: Sequence[Any], ranks: Ranks) -> None:
+        """Replace the gradients, in place, by what the optimizer receives, such as averages.
+
+        A compressor with this method makes the calls that its gradients need, at the end of a step;
+        `prepare`, `restore` and `wire` are not used. It is for the steps of an optimizer only.
+
+        Args:
+            names: The tensors' names, the same on every rank.
+            gradients: NumPy arrays over the gradients' memory; of a GPU, the framework's arrays.
+            ranks: What the ranks can do together.
+        """
+        raise NotImplementedError
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether it has an `exchange` of its own."""
+        return type(self).exchange is not Compressor.exchange
+
+    @property
+    def resets(self) -> bool:
+        """Whether it has a `reset` of its own."""
+        return type(self).reset is not Compressor.reset
 
     def compressed(
         self, arrays: Sequence[Any], excluded: Callable[[Any], bool] = lambda x: x is None

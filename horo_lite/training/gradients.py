@@ -52,7 +52,8 @@ def average_gradients(
         compression: The wire format; `Compression.fp16` halves the bytes.
         weight: This rank's number of samples, given on every rank or on none: the average is
             then the mean over all samples, however uneven the batches. 0 is allowed.
-        name: The exchange's name in messages; the same on every rank.
+        name: The exchange's name in messages; the same on every rank. With `Compression.int8` and
+            `.int4`, only calls with a name have error feedback: give each model its own.
         group: The ranks that take part, all of which call it; by default all.
 
     Returns:
@@ -105,7 +106,8 @@ def grad_and_average(
         fn: A function whose entire result is averaged.
         op: `Average` or `Sum`. Averages of integer arrays are truncated towards zero.
         compression: The wire format; `Compression.fp16` halves the bytes.
-        name: The exchange's name in messages; the same on every rank.
+        name: The exchange's name in messages; the same on every rank. With `Compression.int8` and
+            `.int4`, only calls with a name have error feedback: give each model its own.
         group: The ranks that take part, all of which call it; by default all.
 
     Returns:
@@ -139,7 +141,12 @@ def _transform(options: Options, names: list[str], name: str | None) -> Transfor
         if len(known) == 8:  # the set of leaves changes all the time
             known.clear()
         title = "average_gradients" if name is None else f"average_gradients '{name}'"
-        known[key] = Transform(replace(options, group=options.ranks), copies=True, title=title)
+        known[key] = Transform(
+            replace(options, group=options.ranks),
+            copies=True,
+            title=title,
+            feeds_back=name is not None,  # else two models may have gradients of these names
+        )
     return known[key]
 
 

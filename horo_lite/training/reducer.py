@@ -10,18 +10,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
+import numpy as np
+
+from horo_lite import ops
 from horo_lite.adapters import Adapter, adapter_of
 from horo_lite.arguments import QUANTIZED
 from horo_lite.collectives.arrays import HOST, gpu_of
 from horo_lite.collectives.calls import AllGatherBytes, Compare, Part
-from horo_lite.collectives.compression import (
-    Compression,
-    Compressor,
-    OwnCompressor,
-    Quantizer,
-)
+from horo_lite.collectives.compression import Compression, Compressor, OwnCompressor
 from horo_lite.collectives.handle import Handle
-from horo_lite.collectives.reductions import Adasum, AnyOp, Average, checked_weight
+from horo_lite.collectives.reductions import Adasum, AnyOp, Average, Sum, checked_weight
 from horo_lite.errors import MismatchError, NonFiniteError, PeerLostError, StallError, warn
 from horo_lite.recording import recorder
 from horo_lite.training.gradient_memory import (
@@ -173,6 +171,8 @@ class Reducer:
     `title` describes what is exchanged, in the same way on all ranks; by default, the gradients of
     an optimizer that is numbered at its first step.
 
+    With `feeds_back`, what compression has rounded away is added in the next step.
+
     With `check_finite`, "raise" or "warn", `finish()` reports gradients that were not finite on
     some rank before the exchange, on all ranks, after everything has been exchanged.
     """
@@ -194,16 +194,22 @@ class Reducer:
         options: Sequence[tuple[str, str]] = (),
         check_finite: str | None = None,
         title: str | None = None,
+        feeds_back: bool = True,
     ) -> None:
         self.group = group
         self._adapter = adapter
         self._op = op
-        self._compression = compression.for_steps()
+        self._compression = compression.for_steps() if feeds_back else compression
         if compression.wire in QUANTIZED and group.size > 1 and group.transport.shares_memory:
             _warn_of_one_host(group, compression)
         self._bucket_bytes = bucket_bytes
         self._passes = passes
-        self._streams = streams
+        self._streams = streams and not self._compression.exchanges
+        if self._compression.exchanges and op is not Average:
+            raise ValueError(
+                f"{compression.name} has an exchange() of its own, which needs op=Average, not "
+                f"{op.name}"
+            )
         self._overlap = overlap or Overlap.of(group)
         self._how: dict[str, Any] = {  # arguments of every exchange
             "op": op,
@@ -400,7 +406,7 @@ class Reducer:
             self.group.synchronize(handle)
         if copied:
             self._write_back(plan, copied)
-        if isinstance(self._compression, Quantizer):
+        if self._compression.resets:
             self._reset_unless_finite([arrays[i] for i in plan.travelling])
         if self._agreed is None or self._agreed.plan != plan:
             self._agreed = AgreedPlan.of(plan, arrays)  # buckets leave early under it from now on
@@ -530,7 +536,7 @@ class Reducer:
             warn(text)
 
     def _reset_unless_finite(self, results: Sequence[Any]) -> None:
-        """Forget what messages have lacked of a step that overflowed, which the caller will skip.
+        """Forget what a compressor keeps of a step that overflowed, which the caller will skip.
 
         What is left over of its other gradients may be far larger than those of the next step.
         """
@@ -542,7 +548,7 @@ class Reducer:
     def _compares_later(self) -> bool:
         if self._agreed is None or not self._agreed.plan.gpu or self._op is Adasum:
             return False
-        if isinstance(self._compression, OwnCompressor):
+        if isinstance(self._compression, OwnCompressor) or self._compression.exchanges:
             return False
         return self.group.compares_later(self._gpu())
 
@@ -740,6 +746,9 @@ class Reducer:
         **how: Any,
     ) -> Any:
         """Call `exchange`, by default that of the group, and return its result."""
+        if self._compression.exchanges:
+            self._exchange_by_compressor(arrays, names, label)
+            return True
         how |= self._how | {"names": names, "label": label, "weight": self._step.weight}
         wire, sent, restored = self._compression.compressed(arrays)
         result = (exchange or self.group.exchange)(sent, compression=wire, **how)
@@ -755,6 +764,18 @@ class Reducer:
         write()
         return result
 
+    def _exchange_by_compressor(
+        self, arrays: Sequence[Any], names: Sequence[str], label: str
+    ) -> None:
+        memory = self.group.memory(arrays)
+        seen = memory.seen()
+        factor = self._how["prescale_factor"] * self._how["postscale_factor"]
+        for x in seen if factor != 1 else ():
+            x *= factor
+        ranks = _StepRanks(self.group, f"{label} by {self._compression.name}", self._step.weight)
+        self._compression.exchange(list(names), seen, ranks)
+        memory.write_back()
+
     def _write_back(self, plan: Plan, copied: dict[int, Any]) -> None:
         for i, owner in enumerate(plan.owners):
             if plan.present[i] and owner in copied:
@@ -769,6 +790,38 @@ def _warn_of_one_host(group: Group, compression: Compressor) -> None:
             f"compression {compression.name} changes what travels between hosts only, and all "
             "ranks are on one: it has no effect"
         )
+
+
+class _StepRanks:
+    """Implements `Ranks`: numbers the calls, so that ranks with different ones are told."""
+
+    def __init__(self, group: Group, label: str, weight: float | None) -> None:
+        self.size = group.size
+        self._group, self._label, self._weight = group, label, weight
+        self._n_calls = 0
+
+    @property
+    def share(self) -> float:
+        if self._weight is None:
+            return 1 / self.size
+        total = np.array([self._weight])
+        self._group.exchange([total], names=["weight"], label=self._next_label(), op=Sum)
+        return float(self._weight / total[0])
+
+    def average(self, arrays: Sequence[Any]) -> None:
+        names = [str(i) for i in range(len(arrays))]
+        label = self._next_label()
+        self._group.exchange(arrays, names=names, label=label, weight=self._weight)
+
+    def allgather(self, array: Any) -> list[Any]:
+        lengths = ops.allgather(np.array([len(array)]), name=self._next_label(), group=self._group)
+        everyone = ops.allgather(array, name=self._next_label(), group=self._group)
+        ends = np.cumsum(lengths).tolist()
+        return [everyone[end - n : end] for n, end in zip(lengths.tolist(), ends, strict=True)]
+
+    def _next_label(self) -> str:
+        self._n_calls += 1
+        return f"{self._label}, call {self._n_calls}"
 
 
 def _which_try(attempt: int) -> str:

@@ -24,7 +24,8 @@ class Transform:
     torch's, are changed in place and returned; for others, the result has new arrays. With
     `copies`, nothing is changed, and the result has the core's own arrays, to be returned through
     `like`. `weight`, on every rank or on none, is this rank's number of samples. A rank without any
-    gradient receives arrays like `like`, or NumPy's. `title` is that of the Reducer.
+    gradient receives arrays like `like`, or NumPy's. `title` and `feeds_back` are those of the
+    Reducer.
     """
 
     def __init__(
@@ -33,8 +34,10 @@ class Transform:
         *,
         copies: bool = False,
         title: str | None = None,
+        feeds_back: bool = True,
     ) -> None:
         self.options = options
+        self._feeds_back = feeds_back
         self._title = title
         self._adapter = _SlotAdapter(copies)
         self._slots: list[_Slot] = []
@@ -73,7 +76,11 @@ class Transform:
         if self._reducer is None or self._ranks is not ranks:
             self._ranks = ranks
             self._reducer = self.options.reducer(
-                self._adapter, named, streams=False, title=self._title
+                self._adapter,
+                named,
+                streams=False,
+                title=self._title,
+                feeds_back=self._feeds_back,
             )
         else:
             self._reducer.bind(named)

@@ -1,0 +1,150 @@
+"""Compressors that make their own calls: PowerSGD and top-k of the documentation, and errors."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from worlds import on_ranks
+
+import horo_lite as hvd
+
+pytestmark = [pytest.mark.served, pytest.mark.timeout(60)]
+
+SNIPPETS = Path(__file__).resolve().parents[2] / "docs" / "snippets"
+
+
+def compressor(which: str) -> Any:
+    if which == "top-k":
+        return runpy.run_path(str(SNIPPETS / "top_k.py"))["TopK"](0.05)
+    return runpy.run_path(str(SNIPPETS / "powersgd.py"))["PowerSGD"](int(which))
+
+
+def law(which: str) -> None:
+    runpy.run_path(str(SNIPPETS / "law_of_compressors.py"))["check"](compressor(which))
+
+
+@pytest.mark.parametrize("which", ["top-k", "4", "1"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_documented_compressors_lose_nothing(which: str, size: int) -> None:
+    on_ranks(law, size, which)
+
+
+class NeverSends(hvd.Compressor):
+    def exchange(self, names: Any, gradients: Any, ranks: hvd.Ranks) -> None:
+        self.left_over = {name: 0 * g for name, g in zip(names, gradients, strict=True)}
+
+
+class Forgets(hvd.Compressor):
+    def exchange(self, names: Any, gradients: Any, ranks: hvd.Ranks) -> None:
+        self.left_over = {name: 0 * g for name, g in zip(names, gradients, strict=True)}
+        for g in gradients:
+            g[abs(g) < 0.5] = 0
+        ranks.average(gradients)
+
+
+def fails(kind: str) -> bool:
+    check = runpy.run_path(str(SNIPPETS / "law_of_compressors.py"))["check"]
+    try:
+        check({"never sends": NeverSends, "forgets": Forgets}[kind](kind))
+    except AssertionError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("kind", ["never sends", "forgets"])
+def test_the_law_finds_compressors_that_lose_something(kind: str) -> None:
+    assert on_ranks(fails, 2, kind) == [True, True]
+
+
+class Parameter:
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.data, self.grad = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+
+
+class SGD:
+    def __init__(self, params: list[Parameter]) -> None:
+        self.params = params
+
+    def step(self) -> None:
+        for p in self.params:
+            p.data -= p.grad
+
+
+def gradient(step: int, rank: int, shape: tuple[int, ...]) -> np.ndarray:
+    return np.random.default_rng([step, rank, *shape]).standard_normal(shape).astype(np.float32)
+
+
+SHAPES = [(12, 6), (5,), (6, 3, 4)]
+N_BATCHES = (3, 5)  # of each rank
+
+
+def train(which: str, weighted: bool) -> list[np.ndarray]:
+    rank = hvd.init().rank
+    params = [Parameter(shape) for shape in SHAPES]
+    own = compressor(which) if which else hvd.Compression.none
+    opt = hvd.DistributedOptimizer(SGD(params), compression=own, check_every=1)
+    for step in range(5 if weighted else N_BATCHES[rank]):
+        for p in params:
+            p.grad[...] = gradient(step, rank, p.grad.shape)
+        opt.step(**({"weight": 1 + 2 * rank} if weighted else {}))
+    if not weighted:
+        hvd.join()
+    return [p.data for p in params]
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_averages_are_those_of_the_step(weighted: bool) -> None:
+    """With weights, and with a rank that has no more batches."""
+    found = on_ranks(train, 2, "5", weighted)
+    exact = on_ranks(train, 2, "", weighted)
+    for (a, vector, b), (c, same, d) in zip(found, exact, strict=True):
+        np.testing.assert_allclose(vector, same, atol=1e-5)  # it is sent as it is
+        for x, y in (a, c), (b, d):
+            assert 1e-3 < np.abs(x - y).max() < 3  # what is left over, of about one gradient
+    if weighted:
+        assert all(a.tobytes() == b.tobytes() for a, b in zip(*found, strict=True))
+
+
+def misuse() -> None:
+    hvd.init()
+    own = compressor("4")
+    with pytest.raises(ValueError, match=r"exchange\(\) of its own, which is for gradients"):
+        hvd.allreduce(np.ones(3), compression=own)
+    with pytest.raises(ValueError, match="needs op=Average, not Sum"):
+        hvd.average_gradients([np.ones(3)], op=hvd.Sum, compression=own)
+
+
+class Raises(hvd.Compressor):
+    def exchange(self, names: Any, gradients: Any, ranks: hvd.Ranks) -> None:
+        ranks.average(gradients)
+        if hvd.rank() == 1:
+            raise ArithmeticError("no factors")
+        ranks.average(gradients)
+
+
+def goes_on() -> list[str]:
+    rank = hvd.init().rank
+    opt = hvd.DistributedOptimizer(SGD([Parameter((3,))]), compression=Raises("raises"))
+    try:
+        opt.step()
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    if rank == 1:
+        with pytest.raises(hvd.MismatchError):
+            hvd.barrier()
+    return [said]
+
+
+def test_misuse_is_an_error() -> None:
+    on_ranks(misuse, 2)
+
+
+def test_a_compressor_that_raises_on_one_rank_does_not_hang() -> None:
+    (first,), (second,) = on_ranks(goes_on, 2)
+    assert second == "ArithmeticError: no factors"
+    assert first.startswith("MismatchError")
+    assert "by raises, call 2" in first
