@@ -1,7 +1,8 @@
 // The position of every element of a list of tensors on the wire: chunks that fit in cache, each divided into shares.
 //
 // A tensor is cut into blocks (see pack.h), blocks are grouped into chunks, and a chunk is divided into a share for
-// each rank. None of this affects results: the arithmetic of an element depends on its own block only.
+// each rank. None of this affects results: the arithmetic of an element depends on its own block only (and on its
+// share, if messages are quantized: see deal()).
 #pragma once
 
 #include <algorithm>
@@ -41,8 +42,10 @@ class Layout {
       : tensors_(std::move(tensors)), n_shares_(n_shares) {
     select(op, wire);
     pieces_.reserve(tensors_.size());
-    cut(0, tensors_.size(), chunk_bytes,
-        [&](const std::vector<Piece>& runs, size_t n_bytes) { divide(runs, n_bytes); });
+    cut(0, tensors_.size(), chunk_bytes, [&](const std::vector<Piece>& runs, size_t n_bytes) {
+      if (is_quantized_) deal(runs);
+      else divide(runs, n_bytes);
+    });
   }
 
   // Share s consists of parts[s] only. A chunk holds as much of every part as there is room for; if one block of each
@@ -287,6 +290,28 @@ class Layout {
       }
     }
     end_chunk(chunk_size);
+  }
+
+  // Adds a chunk, block by block, so that a block's share depends on its tensor only. The owner of a share is the only
+  // one whose contribution is not quantized, and remembers what the result lacks: with other chunks, results would
+  // differ, and so depend on what travels together.
+  void deal(const std::vector<Piece>& runs) {
+    size_t end = 0;
+    for (int share = 0; share < n_shares_; ++share) {
+      begin_share(end);
+      for (const Piece& run : runs) {
+        // A hash of the tensor's size: else all tensors of a block would be in the first share.
+        const size_t phase = (tensors_[run.tensor].n_elements * size_t{2654435761} >> 16) % n_shares_;
+        const size_t block = run.first / kBlockElements + phase;
+        const size_t wait = (static_cast<size_t>(share) + n_shares_ - block % n_shares_) % n_shares_;
+        for (size_t at = wait * kBlockElements; at < run.n_elements; at += n_shares_ * kBlockElements) {
+          const size_t n = std::min(kBlockElements, run.n_elements - at);
+          pieces_.push_back({run.tensor, run.first + at, n, end});
+          end += kernels_[run.tensor]->wire_bytes(n);
+        }
+      }
+    }
+    end_chunk(end);
   }
 
   // Adds a chunk whose shares are its parts' runs: runs[share][chunk], if there is one.
