@@ -7,6 +7,10 @@
 // decodes it (a reduce-scatter leaves this out). So every link carries as many bytes as in a ring, each pair of hosts
 // has several flows, and an element is rounded twice, regardless of what travels with it.
 //
+// With int8 and int4, images hold float32: each host's sum is quantized in place just before it is sent, and the result
+// into the memory of the owner's sum, which is no longer needed. A message is received at the end of the memory for its
+// share, and decoded there from the front.
+//
 // Windows have 1 to 4 MiB. While one is summed and sent, the previous one is received and the one before that is
 // gathered, so the link is never idle. MPI's functions are called without the GIL, gloo's through Python. Messages are
 // polled with pauses that grow with the wait; twenty times a second the group looks for peers that died (PeerStatus)
