@@ -94,13 +94,7 @@ struct HostsAllreduce::Exchange {
     return all.received_.data() + ((window % kSlots * all.hosts_.size() + host) * all.parts_.size() + part) * room;
   }
 
-  // Where its share of a complete window's image would begin, as a number, since there may be no memory if nothing is
-  // received.
-  uint8_t* received_image(size_t window, size_t host, size_t part) const {
-    const int own = all.hosts_.share(all.hosts_.here, all.parts_[part]);
-    const auto begin = reinterpret_cast<uintptr_t>(received(window, host, part));
-    return reinterpret_cast<uint8_t*>(begin - layout.share_begin(window, own));
-  }
+  uint8_t* result(size_t window, int share) const { return all.total(window) + layout.share_begin(window, share); }
 
   // Adds the message that has a share of a window.
   void add(std::vector<Message>& messages, size_t window, int host, int part, int share, int tag, uint8_t* data) const {
@@ -126,12 +120,13 @@ struct HostsAllreduce::Exchange {
       }
       for (int host : all.others_) {
         const int theirs = all.hosts_.share(host, part);
-        add(receive, window, host, part, own, kSumTag, layout.message(window, own, received_image(window, host, i)));
+        add(receive, window, host, part, own, kSumTag, layout.message(window, own, received(window, host, i)));
         uint8_t* const image = sum(window);
         add(send, window, host, part, theirs, kSumTag,
             layout.quantize(window, theirs, image, factor.scale / factor.divisor, image));
         if (!gathers) continue;
-        add(receive_results, window, host, part, theirs, kResultTag, layout.message(window, theirs, all.total(window)));
+        add(receive_results, window, host, part, theirs, kResultTag,
+            layout.message(window, theirs, result(window, theirs)));
       }
     }
     sums[window % kSlots] = all.messages_->start(receive, send);
@@ -146,14 +141,16 @@ struct HostsAllreduce::Exchange {
       const int own = all.hosts_.share(all.hosts_.here, part);
       std::vector<const uint8_t*> images;  // where each host's image of the complete window would begin
       for (int host = 0; host < all.hosts_.size(); ++host) {
-        images.push_back(host == all.hosts_.here ? sum(window) : received_image(window, host, i));
-        if (host != all.hosts_.here) layout.dequantize(window, own, received_image(window, host, i));
+        if (host != all.hosts_.here) layout.dequantize(window, own, received(window, host, i));
+        // As a number, since there may be no memory if nothing is received.
+        const auto at = reinterpret_cast<uintptr_t>(received(window, host, i)) - layout.share_begin(window, own);
+        images.push_back(host == all.hosts_.here ? sum(window) : reinterpret_cast<const uint8_t*>(at));
       }
       layout.reduce(window, own, images, -1, {}, factor, all.total(window), !gathers);
       if (!gathers) continue;
       // The host's own sum is no longer needed: its memory holds the message.
-      uint8_t* const result = layout.quantize(window, own, all.total(window), 1.0, sum(window));
-      for (int host : all.others_) add(send, window, host, part, own, kResultTag, result);
+      uint8_t* const message = layout.quantize(window, own, all.total(window), 1.0, sum(window));
+      for (int host : all.others_) add(send, window, host, part, own, kResultTag, message);
     }
     if (gathers) sent_results[window % kSlots] = all.messages_->start({}, send);
   }
@@ -161,7 +158,10 @@ struct HostsAllreduce::Exchange {
   // Called when the other hosts' results have arrived.
   void complete(size_t window) const {
     for (int part : all.parts_) {
-      for (int host : all.others_) layout.dequantize(window, all.hosts_.share(host, part), all.total(window));
+      for (int host : all.others_) {
+        const int theirs = all.hosts_.share(host, part);
+        layout.dequantize(window, theirs, result(window, theirs));
+      }
     }
   }
 

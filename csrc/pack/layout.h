@@ -147,17 +147,17 @@ class Layout {
     return message;
   }
 
-  // Where a message with this share of `image` is received: at its end, so that it can be decoded in place.
-  uint8_t* message(size_t chunk, int share, uint8_t* image) const {
-    return image + share_end(chunk, share) - message_bytes(chunk, share);
+  // Where a message is received whose share's image is to be at `place`: at its end, to be decoded from the front.
+  uint8_t* message(size_t chunk, int share, uint8_t* place) const {
+    return place + (share_end(chunk, share) - share_begin(chunk, share) - message_bytes(chunk, share));
   }
 
   // Decodes it there.
-  void dequantize(size_t chunk, int share, uint8_t* image) const {
+  void dequantize(size_t chunk, int share, uint8_t* place) const {
     if (!is_quantized_) return;
-    const uint8_t* next = message(chunk, share, image);
+    const uint8_t* next = message(chunk, share, place);
     for (const Piece& piece : pieces(chunk, share)) {
-      uint8_t* const values = image + piece.offset;
+      uint8_t* const values = place + (piece.offset - share_begin(chunk, share));
       if (const Quantization* quantization = kernels_[piece.tensor]->quantization) {
         quantization->dequantize(next, piece.n_elements, reinterpret_cast<float*>(values));
       } else {
