@@ -83,10 +83,10 @@ class AllReduce(Call[bool]):
             raise ValueError(f"op must be one of {known}, not {op!r}")
         if not isinstance(compression, Compressor):
             raise ValueError(f"compression must be {COMPRESSORS}, not {compression!r}")
-        if compression.exchanges:
+        if compression.is_for_steps:
             raise ValueError(
-                f"{compression.name} has an exchange() of its own, which is for gradients of an "
-                "optimizer that are changed in place: an all-reduce cannot use it"
+                f"compression {compression.name} is for the gradients of an optimizer's steps that "
+                "are changed in place: an all-reduce of its own cannot use it"
             )
         if op is Adasum and compression.wire != "none":
             raise ValueError("op=hvd.Adasum does not compress: leave compression out")

@@ -68,3 +68,4 @@ class Compression:
     bf16 = BF16Compressor
     int8 = QuantizingCompressor("int8")
     int4 = QuantizingCompressor("int4")
+    auto = staticmethod(core.Compression.auto)

@@ -17,7 +17,12 @@ from horo_lite.adapters import Adapter, adapter_of
 from horo_lite.arguments import QUANTIZED
 from horo_lite.collectives.arrays import HOST, gpu_of
 from horo_lite.collectives.calls import AllGatherBytes, Compare, Part
-from horo_lite.collectives.compression import Compression, Compressor, OwnCompressor
+from horo_lite.collectives.compression import (
+    AutoCompressor,
+    Compression,
+    Compressor,
+    OwnCompressor,
+)
 from horo_lite.collectives.handle import Handle
 from horo_lite.collectives.reductions import Adasum, AnyOp, Average, Sum, checked_weight
 from horo_lite.errors import MismatchError, NonFiniteError, PeerLostError, StallError, warn
@@ -41,6 +46,7 @@ from horo_lite.training.plan import (
     merge,
     who_has,
 )
+from horo_lite.training.trials import Trials
 
 if TYPE_CHECKING:
     from horo_lite.collectives.group import Group
@@ -199,7 +205,14 @@ class Reducer:
         self.group = group
         self._adapter = adapter
         self._op = op
-        self._compression = compression.for_steps() if feeds_back else compression
+        self._trials: Trials | None = None
+        self._feeds_back = feeds_back
+        if isinstance(compression, AutoCompressor):
+            trials = Trials(group, compression)
+            self._trials = None if trials.is_over else trials
+            self._compress_with(trials.candidate)
+        else:
+            self._compress_with(compression)
         if compression.wire in QUANTIZED and group.size > 1 and group.transport.shares_memory:
             _warn_of_one_host(group, compression)
         self._bucket_bytes = bucket_bytes
@@ -235,6 +248,9 @@ class Reducer:
         self._step = self._new_step()
         self.bind(parameters)
         group.counting.add(self)
+
+    def _compress_with(self, compression: Compressor) -> None:
+        self._compression = compression.for_steps() if self._feeds_back else compression
 
     def bind(self, parameters: Sequence[tuple[str, Any]], together: Sequence[int] = ()) -> None:
         """Use these named parameters from the next step on; cheap if nothing changed.
@@ -374,10 +390,23 @@ class Reducer:
         finally:
             self._step = self._new_step()
         recorder.step()
+        if self._trials is not None:
+            self._try_next(self._trials, common.all_are_here)
         label, self._attempt = self._label, 1
         if any(common.findings.values()):
             self._report(common.findings, label)
         return common
+
+    def _try_next(self, trials: Trials, all_are_here: bool) -> None:
+        """Continue with the compression that is to be tried next, or has been chosen."""
+        before = trials.candidate
+        trials.end_step(self._what, counts=all_are_here)
+        if trials.is_over:
+            self._trials = None
+        if trials.candidate is not before:
+            self._compress_with(trials.candidate)
+            self._agreed = None
+            self._step = self._new_step()
 
     def _finish(self, note: Any, numbers: Hyperparameters) -> Common:
         self._overlap.end(self._step.began)
@@ -484,7 +513,8 @@ class Reducer:
             ("weighted", str(self._step.weight is not None)),
             ("memory", "host" if self._gpu() is None else "GPU"),
         )
-        key = (present, own.tensors.signature, tuple(own.overlaps), options)
+        wire = self._compression.wire
+        key = (present, own.tensors.signature, tuple(own.overlaps), options, wire)
         if key not in self._plans:
             if len(self._plans) == 8:  # the set of gradients changes all the time
                 self._plans.clear()
@@ -496,7 +526,7 @@ class Reducer:
                 present=present,
                 owners=own.owners(self._parameters),
                 bucket_bytes=self._bucket_bytes,
-                wire=self._compression.wire,
+                wire=wire,
                 options=options,
                 together=self._together,
             )
