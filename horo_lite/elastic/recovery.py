@@ -284,6 +284,8 @@ class _Run:
                 else "no rank has counted its last step (see horo_lite.elastic.State)"
             )
             _print(f"going back to the last commit: {why}")
+        if furthest.is_whole and furthest.n_commits:
+            state.merge_ranks(root, is_new=self._is_new)
         state.on_reset()
         if furthest.n_commits == 0 or not state.is_alike():
             state.sync(root)

@@ -281,6 +281,15 @@ class State:
             return True
         return False
 
+    def merge_ranks(self, root_rank: int, *, is_new: bool) -> None:
+        """Have `LocalSGD` average what the ranks have learned, before they get the root's content.
+
+        Collective.
+        """
+        for leaf in _leaves(self._things()):
+            if hasattr(leaf, "merge_ranks"):
+                leaf.merge_ranks(root_rank, is_new=is_new)
+
     def has_lost_shares(self) -> bool:
         """Return whether an optimizer's state was divided between ranks of an earlier world."""
         return any(state.is_lost for state in self._shares())

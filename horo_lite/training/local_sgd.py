@@ -43,8 +43,9 @@ class LocalSGD:
     become the ranks' average.
 
     `state_dict()` and `load_state_dict()` make it a part of checkpoints and of `elastic.State`.
-    When a rank dies there, the others continue from one rank's parameters, so that the steps since
-    the last average are lost on the others.
+    When a rank dies or joins there, the others average first what they have changed, so that only
+    the steps of the lost rank are lost. Count a step in the state before `step()`, in which ranks
+    are noticed to be lost: otherwise all go back to the last commit.
 
     Args:
         params: A module, an optimizer, or a tree of parameters, as for `broadcast_parameters`, with
@@ -77,8 +78,8 @@ class LocalSGD:
         params = list(params) if isinstance(params, Iterator) else params
         self.every, self.outer_lr, self.outer_momentum = every, outer_lr, outer_momentum
         self._compression, self._group, self._params = compression.for_steps(), group, params
-        self._n_steps, self._weight = 0, 0.0
-        self._is_compared = False
+        self._n_steps, self._averaged_at, self._weight = 0, 0, 0.0
+        self._is_passed = False
         found = _Found(params)
         self._names = found.names
         self._anchors = [_copy(x) for x in found.values]
@@ -107,6 +108,8 @@ class LocalSGD:
     def average(self, params: Any = None) -> Any:
         """Average now what the ranks have changed since the last time. Collective.
 
+        Without a step since then, it does nothing.
+
         Args:
             params: As for `step`.
 
@@ -118,27 +121,57 @@ class LocalSGD:
             MismatchError: The ranks have taken different numbers of steps, or have different
                 parameters.
         """
+        self._is_passed = params is not None
         found = _Found(self._params if params is None else params)
         if found.names != self._names:
             raise ValueError(
                 "the parameters are not those that LocalSGD was made for: "
                 + _first_difference(self._names, found.names)
             )
+        if self._n_steps == self._averaged_at:
+            return found.written()
         group = ops.ranks_of(self._group)
-        if not self._is_compared:
+        if not self._averaged_at:
             before = list(zip(self._names, self._anchors, strict=True))
             drift.compare(before, group=group, on_drift="raise", needs_all=False)
-            self._is_compared = True
+        self._average(found, group, self._weight, f"local steps up to {self._n_steps}")
+        return found.written()
+
+    def merge_ranks(self, root: int, *, is_new: bool) -> None:
+        """Average what ranks have changed, after one was lost or has joined. Collective.
+
+        Afterwards the root's parameters, which all ranks are to receive, have what all ranks have
+        learned that have taken part in as many averages. It does nothing where parameters are
+        passed to `step`.
+
+        Args:
+            root: A rank that is not new.
+            is_new: Whether this rank has just joined.
+        """
+        if self._is_passed or self._group is not None:
+            return
+        group = ops.ranks_of(None)
+        averaged_at = -1 if is_new else self._averaged_at
+        everyone = ops.allgather_object((averaged_at, self._weight), group=group)
+        # A rank whose last average was cut short is part of it, if others have completed it.
+        weights = [w if at == everyone[root][0] else 0.0 for at, w in everyone]
+        is_ahead = any(at > everyone[root][0] for at, _ in everyone)
+        if not is_ahead and sum(weights) > 0:
+            found = _Found(self._params)
+            self._average(found, group, weights[group.rank], "local steps of the ranks that remain")
+            found.written()
+
+    def _average(self, found: _Found, group: Group, weight: float, label: str) -> None:
         changes = [_copy(x) for x in found.values]
         for change, old in zip(changes, self._anchors, strict=True):
             change -= old
         for places in found.by_device():
             ops.grouped_allreduce_(
                 [changes[i] for i in places],
-                name=f"local steps up to {self._n_steps}",
+                name=label,
                 compression=self._compression,
                 names=[self._names[i] for i in places],
-                weight=self._weight,
+                weight=weight,
                 group=group,
             )
         for i, (x, change) in enumerate(zip(found.values, changes, strict=True)):
@@ -146,8 +179,7 @@ class LocalSGD:
                 change = self._outer(i, change)
             x[...] = self._anchors[i] + change
             self._anchors[i][...] = x
-        self._weight = 0.0
-        return found.written()
+        self._averaged_at, self._weight = self._n_steps, 0.0
 
     def _outer(self, i: int, change: Any) -> Any:
         """Return the outer optimizer's step along an average change."""
@@ -163,6 +195,7 @@ class LocalSGD:
         kept = {"anchors": self._anchors, "momenta": self._momenta}
         return {
             "n_steps": self._n_steps,
+            "averaged_at": self._averaged_at,
             "weight": self._weight,
             **{
                 key: dict(zip(self._names, in_host_memory(list(map(_copy, arrays))), strict=False))
@@ -188,8 +221,8 @@ class LocalSGD:
             pairs += list(zip(kept, state[key].values(), strict=True))
         for x, saved in pairs:
             x[...] = from_numpy(saved, x)
-        self._n_steps, self._weight = state["n_steps"], state["weight"]
-        self._is_compared = False
+        self._n_steps, self._averaged_at = state["n_steps"], state["averaged_at"]
+        self._weight = state["weight"]
 
 
 class _Found:

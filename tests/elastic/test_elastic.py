@@ -813,6 +813,43 @@ def test_the_lost_part_of_an_optimizers_state_comes_from_the_last_commit(trained
     assert "divided between the ranks (shard_state=True)" in result.stderr
 
 
+LOCAL_STEPS = """
+import os, signal
+import numpy as np
+import horo_lite as hvd
+
+me = hvd.init().rank
+weights = np.zeros(3)
+local = hvd.LocalSGD([weights], every=5)
+state = hvd.elastic.State(weights=weights, local=local, step=0)
+
+@hvd.elastic.run
+def train(state):
+    while state.step < 12:
+        if (me, state.step) in [(2, 6), (0, 9)]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        weights[:] += 10.0 ** me
+        state.step += 1
+        local.step()
+    local.average()
+
+train(state)
+print("ENDS", me, hvd.size(), weights.tolist(), flush=True)
+"""
+
+
+@pytest.mark.launches
+@needs_ulfm
+@pytest.mark.parametrize("hosts", ["", "2,2"])
+def test_local_steps_of_those_that_remain_are_not_lost(hosts: str) -> None:
+    env = {"HORO_LITE_TEST_HOSTS": hosts} if hosts else {}
+    result = run_ranks(LOCAL_STEPS, 4, options=FT, env=env, timeout_s=60).check()
+    ends = sorted(line for line in result.stdout.splitlines() if "ENDS" in line)
+    # Five steps of all ranks, and the rest of ranks 1 and 3.
+    w = 5 * (1 + 10 + 100 + 1000) / 4 + 7 * (10 + 1000) / 2
+    assert ends == [f"ENDS {me} 2 {[w] * 3}" for me in (1, 3)]
+
+
 ENDS_BADLY = """
 import os, signal, sys, time
 import horo_lite as hvd

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from launch import RanksFailedError, run_threads
 from numpy.typing import NDArray
+from worlds import on_ranks
 
 import horo_lite as hvd
 from horo_lite import elastic
@@ -182,3 +183,39 @@ def test_a_commit_has_it() -> None:
         assert all(map(np.array_equal, weights, ended))
     finally:
         hvd.shutdown()
+
+
+def merged(root: int, new: int, behind: int) -> list[float]:
+    """Return the weights after a merge and what follows, with one rank new or behind by one."""
+    rank = hvd.init().rank
+    weights = [np.zeros(2)]
+    local = hvd.LocalSGD(weights, every=10)
+    local.step()
+    local.average()
+    if rank == behind:
+        local.load_state_dict({**local.state_dict(), "averaged_at": 0})
+    weights[0] += [1, 10, 100][rank]
+    local.step(weight=1 + rank)
+    weights[0] += [1, 10, 100][rank]
+    local.step(weight=1 + rank)
+    local.merge_ranks(root, is_new=rank == new)
+    found = [float(weights[0][0])]
+    elastic.State(weights=weights, local=local).sync(root)
+    local.step()  # all continue alike
+    local.average()
+    local.average()  # there is nothing left
+    return [*found, float(weights[0][1])]
+
+
+@pytest.mark.served
+def test_what_ranks_that_remain_have_learned_is_averaged() -> None:
+    for root in 0, 2:
+        everyone = (2 * 1 + 20 * 2 + 200 * 3) / 6
+        assert on_ranks(merged, 3, root, -1, -1) == [[everyone, everyone]] * 3
+    two = (2 * 1 + 200 * 3) / 4
+    for new, behind in (1, -1), (-1, 1):
+        found = on_ranks(merged, 3, 0, new, behind)
+        assert found[0] == found[2] == [two, two]
+        assert found[1][1] == two  # from the root
+    # The root lacks the others' last average: its content cannot contain what they have learned.
+    assert on_ranks(merged, 3, 1, -1, 1)[1] == [20, 20]
