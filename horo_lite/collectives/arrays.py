@@ -146,7 +146,12 @@ class Memory:
             self.tensors.keep_residuals(self._residuals)
 
     def keep_residuals(self, residuals: Sequence[Array]) -> None:
-        """Keep in these arrays what quantized messages lack; see `Tensors.keep_residuals`."""
+        """Keep in these arrays what quantized messages lack; see `Tensors.keep_residuals`.
+
+        In C order: the arrays of another step, or rank, may be in another order.
+        """
+        if self.tensors.layout:
+            self.use_c_order()
         self._residuals = _native.Tensors(residuals)
         self.tensors.keep_residuals(self._residuals)
 

@@ -23,7 +23,8 @@ class Ranks(Protocol):
     def share(self) -> float:
         """This rank's share of the average: 1 / size, or its weight over all weights. Collective.
 
-        The shares of all ranks that have not joined add up to 1.
+        The shares of all ranks add up to 1. That of a rank that has joined is 0 if there are
+        weights.
         """
 
     def average(self, arrays: Sequence[Any]) -> None:

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from horo_lite.adapters import from_numpy
+from horo_lite.arguments import QUANTIZED
 from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.reductions import Average, Op
 from horo_lite.state.trees import Node, Tree, dataclass_node
@@ -135,7 +136,11 @@ def grad_and_average(
 
 def _transform(options: Options, names: list[str], name: str | None) -> Transform:
     """Return the Transform for trees with these names; each has its own, since it keeps a plan."""
-    known: dict[Any, Transform] = options.ranks.kept.setdefault("average_gradients", {})
+    # What is left over, or being tried, belongs to a name: others must not displace it.
+    compression = options.compression
+    keeps = name is not None and (compression.wire in QUANTIZED or compression.is_for_steps)
+    kind = ("average_gradients", name) if keeps else "average_gradients"
+    known: dict[Any, Transform] = options.ranks.kept.setdefault(kind, {})
     key = (tuple(names), options.op, options.compression, name)
     if key not in known:
         if len(known) == 8:  # the set of leaves changes all the time

@@ -221,6 +221,7 @@ class LocalSGD:
             pairs += list(zip(kept, state[key].values(), strict=True))
         for x, saved in pairs:
             x[...] = from_numpy(saved, x)
+        self._compression.reset()
         self._n_steps, self._averaged_at = state["n_steps"], state["averaged_at"]
         self._weight = state["weight"]
 

@@ -244,7 +244,8 @@ class Reducer:
         self._attempt = 1
         self._agreed: AgreedPlan | None = None
         self._place: int | None = None
-        self._parameters: list[tuple[str, Any]] = []
+        self._given: list[tuple[str, Any]] = []  # to bind()
+        self._parameters: list[tuple[str, Any]] = []  # with names of their own
         self._step = self._new_step()
         self.bind(parameters)
         group.counting.add(self)
@@ -259,16 +260,22 @@ class Reducer:
         """
         if (
             parameters
-            and len(parameters) == len(self._parameters)
+            and len(parameters) == len(self._given)
             and all(
                 new is old and name == known
-                for (name, new), (known, old) in zip(parameters, self._parameters, strict=True)
+                for (name, new), (known, old) in zip(parameters, self._given, strict=True)
             )
         ):
             return
         if self._step.handles:
             raise RuntimeError("the parameters changed between ready() and finish()")
-        self._parameters = list(parameters)
+        self._given = list(parameters)
+        # TensorFlow's variables may have the same names, by which compressors keep their state.
+        twice = Counter(name for name, _ in parameters)
+        self._parameters = [
+            (name if twice[name] == 1 else f"{name} ({i})", parameter)
+            for i, (name, parameter) in enumerate(parameters)
+        ]
         self._together = tuple(together)
         self._plans: dict[object, Plan] = {}
         self._agreed = None
@@ -386,6 +393,7 @@ class Reducer:
             raise  # this world can no longer be used
         except BaseException:
             self.abandon()
+            self._compression.reset()  # the exchange may have ended on other ranks only, or halfway
             raise
         finally:
             self._step = self._new_step()

@@ -9,6 +9,8 @@ import pytest
 from worlds import on_ranks
 
 import horo_lite as hvd
+from horo_lite.training.options import Options
+from horo_lite.training.transform import Transform
 
 pytestmark = [pytest.mark.served, pytest.mark.timeout(60)]
 
@@ -140,3 +142,62 @@ def test_a_call_of_its_own_has_no_memory() -> None:
         np.testing.assert_array_equal(largest, np.maximum(*xs))
         # Only the sums of the other hosts are rounded.
         assert 0 < np.abs(rows - sum(xs)[500 * rank :][:500]).max() < 4.5 / 14
+
+
+def what_is_left_over_belongs_to_its_elements() -> dict[str, tuple[list[bytes], list[bytes]]]:
+    """Return results of steps, and what they should be, for steps that could mix it up."""
+    rank = hvd.init().rank
+    int4 = hvd.Compression.int4
+
+    def given(step: int, i: int = 0) -> np.ndarray:
+        rng = np.random.default_rng([step, rank, i])
+        return rng.standard_normal((30, 40)).astype(np.float32)
+
+    found = {}
+    # The memory order changes between steps, and differs between ranks.
+    for kind in "C", "mixed":
+        p, results = Parameter((30, 40), "float32"), []
+        opt = hvd.DistributedOptimizer(SGD({"x": p}), compression=int4)
+        for step in range(6):
+            order = "CF"[(step // 2 + rank * (step % 2)) % 2] if kind == "mixed" else "C"
+            p.grad = given(step).copy(order)
+            opt.step()
+            results.append(p.grad.tobytes())
+        found[kind] = results
+    # Between two calls, there are many of other names.
+    many: list[list[bytes]] = [[] for _ in range(10)]
+    for step in range(6):
+        for i, one in enumerate(many):
+            x = hvd.average_gradients(given(step), compression=int4, name=f"model {i}")
+            one.append(x.tobytes())
+    # Several tensors have one name, as TensorFlow's variables may.
+    for names in ["x", "x"], ["x", "y"]:
+        transform = Transform(Options(compression=int4), copies=True)
+        steps = [transform(names, [given(step), given(step, 1)]) for step in range(6)]
+        found["".join(names)] = [x.tobytes() for both in steps for x in both]
+    # The parameters go back.
+    params = [np.zeros((30, 40), np.float32)]
+    local = hvd.LocalSGD(params, every=1, compression=int4)
+    start, tries = local.state_dict(), []
+    for _ in range(2):
+        params[0][...] = 0
+        local.load_state_dict(start)
+        tries.append([])
+        for step in range(3):
+            params[0] += given(step)
+            local.step()
+            tries[-1].append(params[0].tobytes())
+    return {
+        "memory order": (found["mixed"], found["C"]),
+        "many names": (many[0], found["C"]),
+        "one name": (found["xx"], found["xy"]),
+        "back": (tries[1], tries[0]),
+    }
+
+
+def test_what_is_left_over_belongs_to_its_elements() -> None:
+    found = on_ranks(what_is_left_over_belongs_to_its_elements, 2, hosts="1,1")
+    assert found[0] == found[1]
+    wrong = [how for how, (results, expected) in found[0].items() if results != expected]
+    assert wrong == []
+    assert len(set(found[0]["memory order"][0])) == 6
