@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -232,6 +233,7 @@ class Compression:
     int4 = Quantizer("int4")
 
     @staticmethod
+    @cache  # so that calls of average_gradients, each with an auto() of its own, try the same
     def auto(*wires: str) -> Compressor:
         """Return the choice between wire formats that an optimizer makes in its first steps.
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from horo_lite import ops
 from horo_lite.adapters import adapter_of, from_numpy, to_host
-from horo_lite.collectives.compression import Compression, Compressor
+from horo_lite.collectives.compression import COMPRESSORS, Compression, Compressor
 from horo_lite.state import drift
 from horo_lite.state.broadcast import NOT_ARRAYS, Places
 from horo_lite.state.optimizer_state import in_host_memory
@@ -75,6 +75,11 @@ class LocalSGD:
                 f"{outer_lr!r} and {outer_momentum!r}"
             )
         Options(compression=compression, group=group)  # checks them
+        if compression.is_for_steps:
+            raise ValueError(
+                f"LocalSGD takes {COMPRESSORS}: compression {compression.name} is for the gradients "
+                "of an optimizer's steps"
+            )
         params = list(params) if isinstance(params, Iterator) else params
         self.every, self.outer_lr, self.outer_momentum = every, outer_lr, outer_momentum
         self._compression, self._group, self._params = compression.for_steps(), group, params

@@ -116,6 +116,9 @@ def misuse() -> None:
         hvd.allreduce(np.ones(3), compression=own)
     with pytest.raises(ValueError, match="needs op=Average, not Sum"):
         hvd.average_gradients([np.ones(3)], op=hvd.Sum, compression=own)
+    for other in own, hvd.Compression.auto():
+        with pytest.raises(ValueError, match=r"LocalSGD takes .*is for the gradients of an optim"):
+            hvd.LocalSGD([np.ones(3)], every=20, compression=other)
 
 
 class Raises(hvd.Compressor):

@@ -106,6 +106,21 @@ def test_what_has_no_effect_is_not_tried() -> None:
     assert said == ""
 
 
+def asked_in_each_step() -> str:
+    hvd.init()
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        for _ in range(15):
+            auto = hvd.Compression.auto("none", "int8")
+            hvd.average_gradients(np.ones(3000, np.float32), compression=auto, name="x")
+    return said.getvalue()
+
+
+def test_a_function_may_ask_in_each_step() -> None:
+    said, nothing = on_ranks(asked_in_each_step, 2, hosts="1,1")
+    assert "from now on, for average_gradients 'x'" in said
+    assert nothing == ""
+
+
 def misuse() -> None:
     hvd.init()
     auto = hvd.Compression.auto()
