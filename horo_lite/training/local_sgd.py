@@ -77,8 +77,8 @@ class LocalSGD:
         Options(compression=compression, group=group)  # checks them
         if compression.is_for_steps:
             raise ValueError(
-                f"LocalSGD takes {COMPRESSORS}: compression {compression.name} is for the gradients "
-                "of an optimizer's steps"
+                f"LocalSGD takes {COMPRESSORS}: compression {compression.name} is for the "
+                "gradients of an optimizer's steps"
             )
         params = list(params) if isinstance(params, Iterator) else params
         self.every, self.outer_lr, self.outer_momentum = every, outer_lr, outer_momentum
