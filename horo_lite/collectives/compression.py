@@ -45,8 +45,9 @@ class Compressor:
     they travel between hosts.
 
     For more (sparsification, error feedback), derive from this class and override `prepare` and
-    `restore`, or `exchange`. An instance may keep state by tensor name. Pass an equal one on every
-    rank: `name` and `wire` are compared, and a difference raises MismatchError.
+    `restore`, or `exchange`. An instance may keep state by tensor name; each optimizer then needs
+    its own. Pass an equal one on every rank: `name` and `wire` are compared, and a difference
+    raises MismatchError.
     """
 
     def __init__(self, name: str, wire: str = "none") -> None:
@@ -67,7 +68,7 @@ class Compressor:
         """Give the core what it needs of this compressor's state, before an operation."""
 
     def reset(self) -> None:
-        """Forget the state, since steps were dropped, repeated, or had results that overflowed."""
+        """Forget the state, since steps failed, were repeated, or had results that overflowed."""
 
     def prepare(self, name: str, gradient: NDArray[Any]) -> None:
         """Change `gradient` of tensor `name`, in place, to what this rank contributes."""
