@@ -223,8 +223,8 @@ class Compression:
     multiples of A / 127 (int8) or A / 7 (int4), with A the largest magnitude in a block of at most
     256 elements: each host's sum once, and the result once. The error of each rounding is at most
     half a multiple; an optimizer adds it to what the same rank sends in the next step. The result
-    is the same to the bit on every rank, but depends on which host adds up which elements. A block
-    with an inf or nan arrives as nan. On one host, and between GPUs with NCCL, nothing is rounded.
+    is the same to the bit on every rank. A block with an inf or nan arrives as nan. On one host,
+    and between GPUs with NCCL, nothing is rounded.
     """
 
     none = Compressor("none", "none")

@@ -106,6 +106,7 @@ class LocalSGD:
             raise ValueError(f"weight must be a number of samples (0 or more), not {weight!r}")
         self._n_steps += 1
         self._weight += weight
+        self._is_passed |= params is not None
         if self._n_steps % self.every:
             return self._params if params is None else params
         return self.average(params)
@@ -126,7 +127,7 @@ class LocalSGD:
             MismatchError: The ranks have taken different numbers of steps, or have different
                 parameters.
         """
-        self._is_passed = params is not None
+        self._is_passed |= params is not None
         found = _Found(self._params if params is None else params)
         if found.names != self._names:
             raise ValueError(
@@ -153,15 +154,16 @@ class LocalSGD:
             root: A rank that is not new.
             is_new: Whether this rank has just joined.
         """
-        if self._is_passed or self._group is not None:
+        if self._group is not None:
             return
         group = ops.ranks_of(None)
-        averaged_at = -1 if is_new else self._averaged_at
-        everyone = ops.allgather_object((averaged_at, self._weight), group=group)
+        mine = (-1 if is_new else self._averaged_at, self._weight, self._is_passed)
+        everyone = ops.allgather_object(mine, group=group)
+        latest = everyone[root][0]
         # A rank whose last average was cut short is part of it, if others have completed it.
-        weights = [w if at == everyone[root][0] else 0.0 for at, w in everyone]
-        is_ahead = any(at > everyone[root][0] for at, _ in everyone)
-        if not is_ahead and sum(weights) > 0:
+        weights = [weight if at == latest else 0.0 for at, weight, _ in everyone]
+        cannot = any(is_passed or at > latest for at, _, is_passed in everyone)
+        if not cannot and sum(weights) > 0:
             found = _Found(self._params)
             self._average(found, group, weights[group.rank], "local steps of the ranks that remain")
             found.written()

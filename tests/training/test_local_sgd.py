@@ -185,8 +185,11 @@ def test_a_commit_has_it() -> None:
         hvd.shutdown()
 
 
-def merged(root: int, new: int, behind: int) -> list[float]:
-    """Return the weights after a merge and what follows, with one rank new or behind by one."""
+def merged(root: int, new: int, behind: int, passes: bool = False) -> list[float]:
+    """Return the weights after a merge and what follows, with one rank new or behind by one.
+
+    With `passes`, all but the new rank have passed their parameters to step().
+    """
     rank = hvd.init().rank
     weights = [np.zeros(2)]
     local = hvd.LocalSGD(weights, every=10)
@@ -197,7 +200,7 @@ def merged(root: int, new: int, behind: int) -> list[float]:
     weights[0] += [1, 10, 100][rank]
     local.step(weight=1 + rank)
     weights[0] += [1, 10, 100][rank]
-    local.step(weight=1 + rank)
+    local.step(weights if passes and rank != new else None, weight=1 + rank)
     local.merge_ranks(root, is_new=rank == new)
     found = [float(weights[0][0])]
     elastic.State(weights=weights, local=local).sync(root)
@@ -217,5 +220,8 @@ def test_what_ranks_that_remain_have_learned_is_averaged() -> None:
         found = on_ranks(merged, 3, 0, new, behind)
         assert found[0] == found[2] == [two, two]
         assert found[1][1] == two  # from the root
+    found = on_ranks(merged, 3, 0, 1, -1, True)
+    assert [before for before, _ in found] == [2, 20, 200]
+    assert [after for _, after in found] == [2, 2, 2]
     # The root lacks the others' last average: its content cannot contain what they have learned.
     assert on_ranks(merged, 3, 1, -1, 1)[1] == [20, 20]
