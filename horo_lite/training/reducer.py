@@ -392,8 +392,8 @@ class Reducer:
         except (PeerLostError, StallError):
             raise  # this world can no longer be used
         except BaseException:
-            self.abandon()
             self._compression.reset()  # the exchange may have ended on other ranks only, or halfway
+            self.abandon()
             raise
         finally:
             self._step = self._new_step()
