@@ -13,13 +13,14 @@ class TopK(hvd.Compressor):
 
     def exchange(self, names, gradients, ranks):
         places, values, first = [], [], 0
+        share = ranks.share  # with weights, the ranks add these up
         for name, gradient in zip(names, gradients, strict=True):
             gradient += self.left_over.get(name, 0)
             self.left_over[name] = rest = gradient.copy()
             k = max(1, round(self.share * rest.size))
             largest = np.argpartition(abs(rest.reshape(-1)), -k)[-k:]
             places.append(largest + first)
-            values.append(rest.reshape(-1)[largest] * ranks.share)
+            values.append(rest.reshape(-1)[largest] * share)
             rest.reshape(-1)[largest] = 0
             first += rest.size
         everyones_places = ranks.allgather(np.concatenate(places))

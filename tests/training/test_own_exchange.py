@@ -18,8 +18,9 @@ SNIPPETS = Path(__file__).resolve().parents[2] / "docs" / "snippets"
 
 
 def compressor(which: str) -> Any:
-    if which == "top-k":
-        return runpy.run_path(str(SNIPPETS / "top_k.py"))["TopK"](0.05)
+    if which.startswith("top"):
+        share = 1.0 if which == "top all" else 0.05
+        return runpy.run_path(str(SNIPPETS / "top_k.py"))["TopK"](share)
     return runpy.run_path(str(SNIPPETS / "powersgd.py"))["PowerSGD"](int(which))
 
 
@@ -107,6 +108,14 @@ def test_averages_are_those_of_the_step(weighted: bool) -> None:
             assert 1e-3 < np.abs(x - y).max() < 3  # what is left over, of about one gradient
     if weighted:
         assert all(a.tobytes() == b.tobytes() for a, b in zip(*found, strict=True))
+
+
+def test_shares_follow_the_weights() -> None:
+    """Where each rank scales what it sends: here all elements, so that nothing is left over."""
+    exact = on_ranks(train, 2, "", True)
+    for found in on_ranks(train, 2, "top all", True):
+        for x, y in zip(found, exact[0], strict=True):
+            np.testing.assert_allclose(x, y, atol=1e-5)
 
 
 def misuse() -> None:
