@@ -1,16 +1,17 @@
-"""Memory that the ranks of a group share: arrays in it are reduced in place."""
+"""Memory that ranks of a group share: one of each rank, with arrays reduced in place; or of all."""
 
 from __future__ import annotations
 
 import pickle
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from horo_lite.collectives.calls import AllGatherBytes, Part
+from horo_lite.transports.shm import SharedMemory
 
 if TYPE_CHECKING:
     from horo_lite.collectives.group import Group
-    from horo_lite.transports.shm import SharedMemory
 
 
 def share(group: Group, memory: SharedMemory | None) -> bool:
@@ -27,6 +28,23 @@ def share(group: Group, memory: SharedMemory | None) -> bool:
     memory.number = _n_shared[group] = _n_shared.get(group, 0) + 1
     _shared.setdefault(group, WeakValueDictionary())[memory.number] = memory
     return True
+
+
+def common(group: Group, n_bytes: int) -> SharedMemory | None:
+    """Return one memory for all ranks of `group`; None, on all, if a rank cannot access it.
+
+    Every rank calls it, with the same size.
+    """
+    memory = None
+    if group.rank == 0:
+        with suppress(OSError):
+            memory = SharedMemory(n_bytes)
+    where = _gathered(group, memory and memory.where, "location of shared memory")[0]
+    if group.rank != 0 and where is not None:
+        with suppress(OSError, RuntimeError):
+            memory = SharedMemory(n_bytes, at=where)
+    is_open = all(_gathered(group, memory is not None, "access to shared memory"))
+    return memory if is_open else None
 
 
 def memory_of(group: Group, number: int) -> SharedMemory | None:

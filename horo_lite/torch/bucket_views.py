@@ -40,20 +40,26 @@ def views_of(parameters: Sequence[Any]) -> tuple[SharedMemory | None, list[Any]]
     Each dense floating point parameter on the CPU gets one, in the layout that autograd uses for
     its gradient, with its own storage, so that copying or saving it includes nothing else.
     """
-    begins: list[int | None] = []
-    n_bytes = 0
-    for parameter in parameters:
-        begins.append(n_bytes if _may_live_there(parameter) else None)
-        if begins[-1] is not None:
-            n_bytes += -(-parameter.nbytes // _ALIGNMENT) * _ALIGNMENT
+    begins, n_bytes = places_of(parameters)
     try:
         memory = SharedMemory(n_bytes)
     except OSError:
         return None, [None] * len(parameters)
     for begin, parameter in zip(begins, parameters, strict=True):
         if begin is not None:
-            memory.arrays[begin] = _view(memory, begin, parameter)
+            memory.arrays[begin] = view_of(memory, begin, parameter)
     return memory, [None if begin is None else memory.arrays[begin] for begin in begins]
+
+
+def places_of(parameters: Sequence[Any]) -> tuple[list[int | None], int]:
+    """Return each parameter's place in memory for all, None if it cannot be there, and the size."""
+    begins: list[int | None] = []
+    n_bytes = 0
+    for parameter in parameters:
+        begins.append(n_bytes if _may_live_there(parameter) else None)
+        if begins[-1] is not None:
+            n_bytes += -(-parameter.nbytes // _ALIGNMENT) * _ALIGNMENT
+    return begins, n_bytes
 
 
 def _may_live_there(parameter: Any) -> bool:
@@ -65,7 +71,8 @@ def _may_live_there(parameter: Any) -> bool:
     )
 
 
-def _view(memory: SharedMemory, begin: int, parameter: Any) -> Any:
+def view_of(memory: SharedMemory, begin: int, parameter: Any) -> Any:
+    """Return a tensor at that place, like the parameter, with a storage of its own."""
     flat = torch.from_numpy(memory.array(begin, parameter.nbytes)).view(parameter.dtype)
     like = torch.empty_like(parameter, device="meta")  # dense, in the parameter's memory order
     return flat.as_strided(like.shape, like.stride())

@@ -28,6 +28,7 @@ from horo_lite.horovod.process_sets import group_of_member
 from horo_lite.state.drift import DriftCheck
 from horo_lite.torch import bucket_views, sparse
 from horo_lite.torch.passes import graph_task, notify_at_end
+from horo_lite.torch.shared_parameters import make_own
 from horo_lite.torch.slots import Slot, SlotAdapter, is_sparse
 from horo_lite.torch.submission import none_instead_of
 from horo_lite.torch.uncompiled import uncompiled
@@ -216,6 +217,7 @@ class GradientExchange:
                 slot = self._of_id.get(id(parameter))
                 if slot is None:
                     slot = self._of_id[id(parameter)] = Slot(name, parameter)
+                    make_own(parameter)
                     if parameter.grad is not None and not with_gradients:
                         setattr(parameter.grad, _MARK, _BEFORE)  # not touched yet
                 slot.index = i

@@ -44,6 +44,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     bucket_bytes: int | None = None,
     *,
     shard_state: bool | str = False,
+    shared_parameters: bool = False,
     group: Group | None = None,
     adasum_of: str = "steps",
 ) -> Any:
@@ -96,6 +97,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             torch.optim except LBFGS; for others "elements" if the update of an element depends on
             the gradients and state of no other one, as in Adam, or "parameters" if it depends on
             those of no other parameter, as in Adafactor.
+        shared_parameters: With shard_state, keep one copy of the parameters for all ranks of the
+            host, instead of one for each; see below.
         group: Another name for `process_set`, as in `horo_lite.DistributedOptimizer`.
         adasum_of: What op=Adasum combines: "steps" or "gradients".
 
@@ -129,6 +132,14 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     state of all ranks on all of them; `load_state_dict()` accepts it in a world of any size. The
     optimizer cannot be copied or pickled then, and no rank may leave the others by join(): one
     without samples calls set_weight(0), backward() and step() like the others.
+
+    With shared_parameters=True in addition, the first step moves parameters in host memory to
+    memory that all ranks of the host share, and each rank updates its share there: nothing is sent,
+    and N ranks need memory for the parameters once. A change that the program makes in place
+    between steps is then seen by all ranks at once, and made several times if each of them makes it
+    (a warning). Views of a parameter that the program took before the first step, and
+    `parameter.data`, keep the old memory. If the ranks are on several hosts, it has no effect
+    (a warning).
 
     If the ranks' batches are uneven, call `optimizer.set_weight(len(batch))` before backward(), on
     every rank or on none: the averages of this step are then over all samples. In other frameworks
@@ -187,6 +198,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         group=ranks_given(process_set, group),
         gradient_as_bucket_view=gradient_as_bucket_view,
         shard_state=shard_state,
+        shared_parameters=shared_parameters,
         adasum_of=adasum_of,
         takes_adasum=True,
     )

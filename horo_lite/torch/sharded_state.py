@@ -2,7 +2,8 @@
 
 Gradients are averaged on all ranks, as without it. In step(), the optimizer sees the parameters
 that this rank owns: for the duration of the call, its `param_groups` and `state` are replaced. What
-it changes is then copied to all ranks. Parameters are cut, so that the shares are equal, if the
+it changes is then copied to all ranks, unless they share the parameters' memory
+(shared_parameters.py). Parameters are cut, so that the shares are equal, if the
 optimizer updates each element independently; the pieces are views of the parameters' memory.
 
 Between steps the optimizer's `param_groups` are the user's. Its `state` is either whole, as before
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import compress
 from operator import is_
@@ -27,6 +28,7 @@ from horo_lite.errors import warn
 from horo_lite.state.optimizer_state import in_host_memory
 from horo_lite.state.trees import mapped
 from horo_lite.torch.exchange import GradientExchange
+from horo_lite.torch.shared_parameters import SharedParameters, share_parameters
 from horo_lite.torch.slots import is_sparse
 from horo_lite.training.gradient_memory import tensors_of
 from horo_lite.training.options import Options
@@ -65,10 +67,17 @@ class ShardedState:
 
     is_sharded = True
 
-    def __init__(self, group: Group, parameters: Sequence[Any], pieces: Sequence[Piece]) -> None:
+    def __init__(
+        self,
+        group: Group,
+        parameters: Sequence[Any],
+        pieces: Sequence[Piece],
+        shared: SharedParameters | None,
+    ) -> None:
         self.group = group
         self.parameters = parameters
         self.pieces = pieces
+        self.shared = shared
         self.mine = [piece for piece in pieces if piece.owner == group.rank]
         self.own: defaultdict[Any, Any] = defaultdict(dict)
         """The state of this rank's pieces, by the tensor that the optimizer sees."""
@@ -175,6 +184,9 @@ class ShardedUpdate(GradientExchange):
         state = self._shard()
         state.follow_parameters()
         changes = [self._updates_all or p.grad is not None for p in state.parameters]
+        if state.shared is not None:
+            names = [slot.name for slot in self.slots]
+            state.shared.begin_update(self._group, self._label, names, changes)
         with self._within_share(state):
             result = step(optimizer, *args, **kwargs)
         self._receive(state, changes)
@@ -217,17 +229,28 @@ class ShardedUpdate(GradientExchange):
 
     def _receive(self, state: ShardedState, changes: Sequence[bool]) -> None:
         """Give all ranks the parameters that their owners may have changed."""
-        sent = [i for i, piece in enumerate(state.pieces) if changes[piece.parameter]]
-        if not sent:
-            return
-        pieces = [state.pieces[i] for i in sent]
-        names = [self.slots[piece.parameter].name for piece in pieces]
-        label = f"parameters of optimizer {self.reducer.number}, {self.position}"
-        owners = [piece.owner for piece in pieces]
-        receive(self._group, label, owners, names, [state.views[i] for i in sent])
+        shared: Container[int] = () if state.shared is None else state.shared
+        sent = [
+            i
+            for i, piece in enumerate(state.pieces)
+            if changes[piece.parameter] and piece.parameter not in shared
+        ]
+        if sent:
+            pieces = [state.pieces[i] for i in sent]
+            names = [self.slots[piece.parameter].name for piece in pieces]
+            owners = [piece.owner for piece in pieces]
+            receive(self._group, self._label, owners, names, [state.views[i] for i in sent])
+        elif state.shared is not None:
+            self._group.agree(f"{self._label}, after the update", "")
         for parameter in compress(state.parameters, changes):
             # It may be saved for a backward(), which must not use the new values.
             torch.autograd.graph.increment_version(parameter)
+        if state.shared is not None:
+            state.shared.note_versions()
+
+    @property
+    def _label(self) -> str:
+        return f"parameters of optimizer {self.reducer.number}, {self.position}"
 
     @property
     def _group(self) -> Group:
@@ -246,6 +269,7 @@ class ShardedUpdate(GradientExchange):
                 and all(map(is_, parameters, state.parameters))
                 and all(p.grad is None for p in state.left_out)
                 and _layouts(parameters) == state.layouts
+                and (state.shared is None or state.shared.are_there())
             ):
                 check_not_lost(state.group, self.group)
                 return state
@@ -271,7 +295,9 @@ class ShardedUpdate(GradientExchange):
             )
         ]
         self._compare(pieces)
-        sharded = ShardedState(self._group, parameters, pieces)
+        shares = self.options.shared_parameters
+        shared = share_parameters(self._group, parameters) if shares else None
+        sharded = ShardedState(self._group, parameters, pieces, shared)
         for piece in sharded.mine:
             tensor, parameter = sharded.piece_of(piece), parameters[piece.parameter]
             sharded.tensors.append(tensor)

@@ -72,6 +72,7 @@ class Options:
     sparse_as_dense: bool = False
     gradient_as_bucket_view: bool = False
     shard_state: bool | str = False
+    shared_parameters: bool = False
     adasum_of: str = "steps"
     takes_adasum: bool = False
 
@@ -84,6 +85,11 @@ class Options:
             raise ValueError(
                 'shard_state must be True or False, or "elements" or "parameters" for an optimizer '
                 f"that horo_lite does not know, not {self.shard_state!r}"
+            )
+        if self.shared_parameters and not self.shard_state:
+            raise ValueError(
+                "shared_parameters=True needs shard_state=True: otherwise each rank would update "
+                "all parameters in the memory that all ranks of the host share"
             )
         if self.shard_state and self.combines_steps:
             raise ValueError(
@@ -163,6 +169,7 @@ class Options:
             ("on_drift", self.on_drift),
             ("gradient_as_bucket_view", str(bool(self.gradient_as_bucket_view))),
             ("shard_state", str(self.shard_state)),
+            ("shared_parameters", str(bool(self.shared_parameters))),
         ]
 
     def reducer(

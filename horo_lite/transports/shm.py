@@ -90,10 +90,24 @@ class SharedMemory:
     system has no memory.
     """
 
-    def __init__(self, n_bytes: int, *, of: int | None = None) -> None:
-        """Allocate n_bytes, or use those that another library holds as the file `of`."""
+    def __init__(
+        self, n_bytes: int, *, of: int | None = None, at: tuple[int, int, int] | None = None
+    ) -> None:
+        """Allocate n_bytes, or use those that exist.
+
+        Args:
+            n_bytes: The size.
+            of: The file as which another library holds the memory.
+            at: `where` another rank has it.
+        """
         segment = _native.Segment
-        self._segment = segment.create(n_bytes) if of is None else segment.adopt(of, n_bytes)
+        if at is not None:
+            pid, descriptor, token = at
+            self._segment = segment.open(pid, descriptor, n_bytes, token)
+        elif of is not None:
+            self._segment = segment.adopt(of, n_bytes)
+        else:
+            self._segment = segment.create(n_bytes)
         self._n_bytes = n_bytes
         self._others: list[_native.Segment] = []
         self.arrays: dict[int, Any] = {}

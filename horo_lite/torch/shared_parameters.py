@@ -1,0 +1,117 @@
+"""One copy of the parameters for all ranks of a host, in which each rank updates its share.
+
+Parameters move there when the optimizer's state is divided, which all ranks do together, after they
+have compared them. From then on a rank may write its share between two barriers only, in step():
+before the first one, others may still compute with the old values, and after the second, all have
+the new ones. What the user writes, all ranks see at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping, Sequence
+from itertools import compress
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from horo_lite.collectives.calls import Compare, Part
+from horo_lite.collectives.shared_memory import common
+from horo_lite.errors import warn
+from horo_lite.torch.bucket_views import can_share, places_of, view_of
+
+if TYPE_CHECKING:
+    from horo_lite.collectives.group import Group
+
+# Where the parameters are that were moved to such memory.
+_address_of: MutableMapping[Any, int] = WeakIdKeyDictionary()
+
+
+class SharedParameters:
+    """Those of an optimizer's parameters that are in memory of all ranks."""
+
+    def __init__(self, parameters: Sequence[Any], views: Sequence[Any]) -> None:
+        self._views = {
+            i: (parameter, view)
+            for i, (parameter, view) in enumerate(zip(parameters, views, strict=True))
+            if view is not None
+        }
+        self._versions: dict[int, int] = {}
+        self._has_warned = False
+        for parameter, view in self._views.values():
+            parameter.data = view
+            _address_of[parameter] = view.data_ptr()
+        self.note_versions()
+
+    def __contains__(self, i: object) -> bool:
+        """Return whether parameter i is in the memory."""
+        return i in self._views
+
+    def are_there(self) -> bool:
+        """Return whether this rank still has its parameters in the memory."""
+        return all(p.data_ptr() == view.data_ptr() for p, view in self._views.values())
+
+    def note_versions(self) -> None:
+        """Note that changes of the parameters so far are right."""
+        self._versions = {i: parameter._version for i, (parameter, _) in self._views.items()}
+
+    def begin_update(
+        self, group: Group, label: str, names: Sequence[str], changes: Sequence[bool]
+    ) -> None:
+        """Wait until no rank computes with the parameters any more. Collective.
+
+        Warn once if several ranks have changed them in place since the last `note_versions()`.
+
+        Args:
+            group: The ranks.
+            label: The update's name.
+            names: Those of the optimizer's parameters.
+            changes: Whether the update may change them. MismatchError if ranks differ in that.
+        """
+        changed = [i for i, (p, _) in self._views.items() if p._version != self._versions[i]]
+        headers = group.run(
+            Compare(label, "\n".join(compress(names, changes))), Part(number=len(changed))
+        )
+        ranks = [r for r, header in enumerate(headers) if header.count]
+        if len(ranks) > 1 and group.rank == ranks[0] and not self._has_warned:
+            self._has_warned = True
+            warn(
+                f"the parameter {names[changed[0]]!r} was changed in place, on {len(ranks)} ranks, "
+                "between steps. With shared_parameters=True, the ranks of a host have one copy of "
+                f"it, so the change was made {len(ranks)} times: right for loading or clamping "
+                "values, wrong for adding or scaling. Make such changes on one rank of the host, "
+                "between two calls of hvd.barrier(), or omit shared_parameters"
+            )
+
+
+def share_parameters(group: Group, parameters: Sequence[Any]) -> SharedParameters | None:
+    """Move parameters, which are equal on all ranks, to memory of all ranks; None if impossible.
+
+    Collective. Parameters that cannot be there (on GPUs, or not floating point) stay where they
+    are.
+    """
+    begins, n_bytes = places_of(parameters)
+    memory = common(group, n_bytes) if can_share(group) else None
+    if memory is None:
+        if group.rank == 0:
+            warn(
+                "shared_parameters=True has no effect: it needs all ranks on one host, and access "
+                "to each other's memory (one user, one container). Each rank keeps its own copy"
+            )
+        return None
+    views = [
+        None if begin is None else view_of(memory, begin, parameter)
+        for begin, parameter in zip(begins, parameters, strict=True)
+    ]
+    if group.rank == 0:
+        for parameter, view in zip(parameters, views, strict=True):
+            if view is not None:
+                view.copy_(parameter.detach())
+    group.agree("copy of the parameters to shared memory", f"{n_bytes} bytes")
+    return SharedParameters(parameters, views)
+
+
+def make_own(parameter: Any) -> None:
+    """Give this rank a copy of its own of a parameter that it shares with others."""
+    if _address_of.pop(parameter, None) == parameter.data_ptr():
+        parameter.data = torch.clone(parameter.detach())
