@@ -22,9 +22,11 @@ after it, and "barrier" is a step in which ranks only wait for each other. `--co
 25 MiB" "buckets of 4 MiB" …` compares bucket sizes, with `--link-mbit 1000` between hosts with one
 rank each: network namespaces of this machine, which need root.
 
-With `--contenders "state divided" "DDP gloo, ZeroRedundancyOptimizer"` each rank updates its share
-of the parameters only: the additional time is that of the exchange, minus the update that other
-ranks do. `--optimizers fused-adam` has the fastest update.
+With `--contenders "state divided" "one copy" "DDP gloo, ZeroRedundancyOptimizer"` each rank updates
+its share of the parameters only: the additional time is that of the exchange, minus the update that
+other ranks do. Then "updates" is the time of exchange and update, in updates of all parameters by
+one rank while the others sleep. "one copy" has one of the parameters for all ranks of the host.
+`--optimizers fused-adam` has the fastest update.
 
 "DDP, nothing exchanged" is DistributedDataParallel with a communication hook that leaves every
 bucket unchanged (torch's `noop_hook`): a step's additional time over it is that of DDP's exchange.
@@ -78,7 +80,7 @@ LOCAL = "no communication"
 NOTHING = "DDP, nothing exchanged"
 BARRIER = "barrier"
 SHARED = "horo_lite fp32, shared"
-DIVIDED = "state divided", "DDP gloo, ZeroRedundancyOptimizer"
+DIVIDED = "state divided", "one copy", "DDP gloo, ZeroRedundancyOptimizer"
 TURNS = {"sums": 10, "waiting": 6, "resnet50": 6, "transformer": 6}
 BACKWARD_PER_EXCHANGE = 3  # of "waiting"
 
@@ -295,8 +297,8 @@ class Contender:
             if self.name not in DIVIDED:
                 self.optimizer.state[p] = other.optimizer.state[q]
 
-    def step(self) -> tuple[float, float]:
-        """Take a step; return the seconds of the step and of its backward()."""
+    def step(self) -> tuple[float, float, float]:
+        """Take a step; return the seconds of all of it, its backward(), and its update."""
         began = time.perf_counter()
         self.optimizer.zero_grad()
         loss = self.model.loss(self.call)
@@ -304,7 +306,8 @@ class Contender:
         loss.backward()
         backward = time.perf_counter()
         self.optimizer.step()
-        return time.perf_counter() - began, backward - forward
+        end = time.perf_counter()
+        return end - began, backward - forward, end - backward
 
     def check(self) -> None:
         """Check that its gradients are the average over the ranks, if it exchanges any."""
@@ -479,7 +482,11 @@ OTHERS: dict[str, tuple[torch.dtype, Callable[[Contender], None]]] = {
         torch.float32,
         horo_lite("none", gradient_as_bucket_view=True, shard_state=True),
     ),
-    DIVIDED[1]: (torch.float32, zero_redundancy),
+    DIVIDED[1]: (
+        torch.float32,
+        horo_lite("none", gradient_as_bucket_view=True, shard_state=True, shared_parameters=True),
+    ),
+    DIVIDED[2]: (torch.float32, zero_redundancy),
 } | {
     f"buckets of {mib} MiB": (torch.float32, horo_lite("none", bucket_bytes=mib << 20))
     for mib in (1, 2, 4, 8, 16, 25, 50, 100)
@@ -538,6 +545,12 @@ def measure(
                 np.copyto(to.numpy(), source.numpy())
         return time.perf_counter() - began
 
+    def update_alone() -> float:
+        began = time.perf_counter()
+        if comm.rank == 0:
+            plain.optimizer.step()
+        return time.perf_counter() - began
+
     def take(one: Contender) -> dict[str, Any]:
         times: dict[str, Any] = {}
         before = cores.round_trip_ns()
@@ -545,8 +558,11 @@ def measure(
             times["alone"] = max(together(one.time_exchange))
         together(one.step)  # so that freed memory and cache contents are its own
         everyone = together(one.step)
-        times["step"] = max(step for step, _ in everyone)
-        times["backward"] = max(backward for _, backward in everyone)
+        times["step"] = max(step for step, _, _ in everyone)
+        times["backward"] = max(backward for _, backward, _ in everyone)
+        if one is plain:
+            times["update"] = max(update for _, _, update in everyone)
+            times["one update"] = max(together(update_alone))
         times["distance"] = distance_of(before, cores.round_trip_ns())
         one.check()
         one.forget()
@@ -728,8 +744,17 @@ def table(job: dict[str, Any], result: dict[str, Any], memory: dict[str, int], k
     def median(name: str, what: str) -> float:
         return statistics.median(1e3 * turn[name][what] for turn in turns_of(name))
 
+    def updates(name: str) -> float:
+        both = (
+            (turn[name]["step"] - turn[LOCAL]["step"] + turn[LOCAL]["update"])
+            / turn[LOCAL]["one update"]
+            for turn in turns_of(name)
+        )
+        return statistics.median(both)
+
     names = [name for name in turns[0] if name != MEMCPY]
     width = max(map(len, [MEMCPY, *names]))
+    is_divided = any(name in DIVIDED for name in names)
     lines = [
         f"{result['model']}, {result['optimizer']}: {result['parameters']} float32 parameters, "
         f"{result['bytes'] / 2**20:.1f} MiB, {job['ranks']} rank(s) of {job['threads']} thread(s)"
@@ -737,6 +762,7 @@ def table(job: dict[str, Any], result: dict[str, Any], memory: dict[str, int], k
         " " * width
         + f"{'turns':>7}{'step ms':>10}{'exchange ms':>13}{'memcpys':>9}{'of step':>9}"
         + f"{'alone':>8}{'hidden':>8}"
+        + (f"{'updates':>9}" if is_divided else "")
         + (f"{'MiB more':>10}" if memory else ""),
         f"{MEMCPY:<{width}}{len(turns):>7}{'':>10}{unit:>13.2f}{1:>9.2f}",
     ]
@@ -756,6 +782,10 @@ def table(job: dict[str, Any], result: dict[str, Any], memory: dict[str, int], k
             if "alone" in turns[0][name]:
                 alone = median(name, "alone")
                 line += f"{alone / unit:>8.2f}{1 - exchange / alone:>8.0%}"
+            elif is_divided:
+                line += " " * 16
+            if is_divided:
+                line += f"{updates(name):>9.2f}"
         line += f"{memory[name] / 2**20:>10.1f}" if name in memory else ""
         lines.append(line)
     backward = f"backward() without communication: {median(LOCAL, 'backward'):.2f} ms"
@@ -763,6 +793,11 @@ def table(job: dict[str, Any], result: dict[str, Any], memory: dict[str, int], k
         times = median(LOCAL, "backward") / median(names[1], "alone")
         backward += f", {times:.1f} times the exchange alone of {names[1]}"
     lines.append(backward)
+    if is_divided:
+        update = statistics.median(1e3 * turn[LOCAL]["one update"] for turn in turns)
+        lines.append(
+            f"update of all parameters by one rank while the others sleep: {update:.2f} ms"
+        )
     # The first indication of other load on the machine.
     steps = [1e3 * turn[LOCAL]["step"] for turn in turns]
     spreads = {MEMCPY: memcpys, LOCAL: steps}

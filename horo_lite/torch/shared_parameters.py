@@ -88,7 +88,7 @@ def share_parameters(group: Group, parameters: Sequence[Any]) -> SharedParameter
     """Move parameters, which are equal on all ranks, to memory of all ranks; None if impossible.
 
     Collective. Parameters that cannot be there (on GPUs, or not floating point) stay where they
-    are.
+    are. The values are complete after the next `begin_update()`.
     """
     begins, n_bytes = places_of(parameters)
     memory = common(group, n_bytes) if can_share(group) else None
@@ -107,7 +107,6 @@ def share_parameters(group: Group, parameters: Sequence[Any]) -> SharedParameter
         for parameter, view in zip(parameters, views, strict=True):
             if view is not None:
                 view.copy_(parameter.detach())
-    group.agree("copy of the parameters to shared memory", f"{n_bytes} bytes")
     return SharedParameters(parameters, views)
 
 

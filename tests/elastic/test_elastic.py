@@ -729,7 +729,7 @@ torch.manual_seed(0)
 net = torch.nn.Sequential(torch.nn.Linear(30, 70), torch.nn.Tanh(), torch.nn.Linear(70, 3))
 alone = copy.deepcopy(net)
 own = torch.optim.Adam(net.parameters(), lr=0.01)
-optimizer = hvd.DistributedOptimizer(own, shard_state=True)
+optimizer = hvd.DistributedOptimizer(own, shard_state=True, shared_parameters=not TRAINED)
 seen = []
 
 def step(net, optimizer, batch):
