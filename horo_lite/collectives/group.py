@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, TypeVar, cast
 from weakref import WeakSet
 
+from horo_lite.collectives import shared_memory
 from horo_lite.collectives.arrays import Array, GpuMemory, Memory, gpu_of
 from horo_lite.collectives.calls import Call, Compare, Finish, Part
 from horo_lite.collectives.compression import Compression, Compressor
@@ -463,6 +464,7 @@ class Group:
                 self._lock.release()
             for transport in self.transports():
                 transport.close()
+            shared_memory.make_own(self)
 
     def transports(self) -> list[Transport]:
         """Return all transports that the group was made of."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pickle
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
+from horo_lite._native import Segment
 from horo_lite.collectives.calls import AllGatherBytes, Part
 from horo_lite.transports.shm import SharedMemory
 
@@ -33,7 +34,8 @@ def share(group: Group, memory: SharedMemory | None) -> bool:
 def common(group: Group, n_bytes: int) -> SharedMemory | None:
     """Return one memory for all ranks of `group`; None, on all, if a rank cannot access it.
 
-    Every rank calls it, with the same size.
+    Every rank calls it, with the same size. When the group is closed, the memory becomes each
+    rank's own.
     """
     memory = None
     if group.rank == 0:
@@ -44,7 +46,16 @@ def common(group: Group, n_bytes: int) -> SharedMemory | None:
         with suppress(OSError, RuntimeError):
             memory = SharedMemory(n_bytes, at=where)
     is_open = all(_gathered(group, memory is not None, "access to shared memory"))
-    return memory if is_open else None
+    if memory is None or not is_open:
+        return None
+    _of_all.setdefault(group, WeakSet()).add(memory.segment)
+    return memory
+
+
+def make_own(group: Group) -> None:
+    """Hide what this rank writes to memory for all ranks of the group from the others."""
+    for segment in _of_all.pop(group, ()):
+        segment.make_private()
 
 
 def memory_of(group: Group, number: int) -> SharedMemory | None:
@@ -57,5 +68,6 @@ def _gathered(group: Group, mine: object, name: str) -> list[Any]:
     return [pickle.loads(one) for one in everyone]
 
 
+_of_all: WeakKeyDictionary[Group, WeakSet[Segment]] = WeakKeyDictionary()
 _n_shared: WeakKeyDictionary[Group, int] = WeakKeyDictionary()
 _shared: WeakKeyDictionary[Group, WeakValueDictionary[int, SharedMemory]] = WeakKeyDictionary()

@@ -103,25 +103,25 @@ class SharedMemory:
         segment = _native.Segment
         if at is not None:
             pid, descriptor, token = at
-            self._segment = segment.open(pid, descriptor, n_bytes, token)
+            self.segment = segment.open(pid, descriptor, n_bytes, token)
         elif of is not None:
-            self._segment = segment.adopt(of, n_bytes)
+            self.segment = segment.adopt(of, n_bytes)
         else:
-            self._segment = segment.create(n_bytes)
+            self.segment = segment.create(n_bytes)
         self._n_bytes = n_bytes
         self._others: list[_native.Segment] = []
         self.arrays: dict[int, Any] = {}
         self.distances: list[int] = []  # offset of each rank's memory from this one's
         self.number = 0
-        _segments.add(self._segment)
+        _segments.add(self.segment)
 
     def array(self, begin: int, n_bytes: int) -> NDArray[np.uint8]:
         """Return a part of the memory, which lives as long as such an array is referenced."""
-        return self._segment.array(begin, n_bytes)
+        return self.segment.array(begin, n_bytes)
 
     def offsets(self, tensors: _native.Tensors) -> tuple[int, ...] | None:
         """Return the tensors' offsets in the memory; None if one lies outside."""
-        start = self._segment.address
+        start = self.segment.address
         offsets = tuple(address - start if n else 0 for address, n in tensors.buffers())
         inside = all(0 <= offset < self._n_bytes for offset in offsets)
         return offsets if inside else None
@@ -129,7 +129,7 @@ class SharedMemory:
     @property
     def where(self) -> tuple[int, int, int]:
         """What a peer needs to open the memory."""
-        return os.getpid(), self._segment.fd, self._segment.token
+        return os.getpid(), self.segment.fd, self.segment.token
 
     def open_others(self, everyone: list[tuple[int, int, int] | None], rank: int) -> bool:
         """Open every peer's memory, given each rank's `where`; return whether all succeeded."""
@@ -138,13 +138,13 @@ class SharedMemory:
             for r, where in enumerate(everyone):
                 if where is None:
                     return False
-                segment = self._segment
+                segment = self.segment
                 if r != rank:
                     pid, descriptor, token = where
                     segment = _native.Segment.open(pid, descriptor, self._n_bytes, token)
                     segment.close_descriptor()
                     self._others.append(segment)
-                self.distances.append(segment.address - self._segment.address)
+                self.distances.append(segment.address - self.segment.address)
         except (OSError, RuntimeError):
             return False
         return True

@@ -286,4 +286,15 @@ def _in_a_world() -> Any:
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     hvd.barrier()
     assert_same_bits(net, expected)
+    # Each rank has its own copy after the end of the world.
+    hvd.shutdown()
+    rank = hvd.init().rank
+    if rank > 0:
+        with torch.no_grad():
+            net[0].weight.fill_(rank)
+    hvd.barrier()
+    if rank > 0:
+        assert (net[0].weight == rank).all()
+    else:
+        assert_same_bits(net, expected)
     return n_kib, status, len(caught)
