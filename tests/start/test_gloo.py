@@ -21,6 +21,7 @@ from typing import Any, cast
 import checks
 import numpy as np
 import pytest
+from launch import PATIENCE
 from oracle import bfloat16, sample
 from without_mpi import by_address, ended, started
 from worlds import on_ranks
@@ -385,8 +386,10 @@ def test_what_gloo_reads_from_the_store_is_verified_first() -> None:
 
 
 @pytest.mark.parametrize("is_stranger", [False, True])
-def test_a_rank_proves_that_it_is_one(is_stranger: bool) -> None:
-    """Gloo accepts whoever connects to a rank's port."""
+def test_a_rank_proves_that_it_is_one(is_stranger: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gloo accepts whoever connects to a rank's port. Ranks that close at once do not linger."""
+    lingers_s = 30.0 * PATIENCE
+    monkeypatch.setattr("horo_lite.transports.gloo.connections._LINGER_S", lingers_s)
     store = torch.distributed.HashStore()
 
     def connect(rank: int) -> GlooConnections | Exception:
@@ -401,7 +404,9 @@ def test_a_rank_proves_that_it_is_one(is_stranger: bool) -> None:
 
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(connect, range(2)))
+        began = time.monotonic()
         list(pool.map(lambda one: isinstance(one, Exception) or one.close(), found))
+        assert time.monotonic() - began < lingers_s
     for rank, one in enumerate(found):
         assert isinstance(one, hvd.LauncherError if is_stranger else GlooConnections), one
         assert not is_stranger or f"is not rank {1 - rank} has connected to rank {rank}" in str(one)

@@ -382,8 +382,11 @@ class _Stream:
         self._asked = self.send(0, _ASKS, b"")
 
     def wait_until_received(self, until: float) -> None:
-        """Return when the peer has acknowledged everything or ended, or at time `until`."""
-        while self._sent and self._peer not in self._connections.ended:
+        """Return when the peer has acknowledged what it was asked for or ended, or at time `until`.
+
+        What is sent meanwhile acknowledges the peer's messages, and nobody acknowledges that.
+        """
+        while self._n_reported < self._asked and self._peer not in self._connections.ended:
             if time.monotonic() > until:
                 return
             time.sleep(1e-3)
