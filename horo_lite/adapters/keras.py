@@ -6,8 +6,8 @@ from typing import Any
 
 import keras
 
-from horo_lite.adapters import to_host
-from horo_lite.adapters.object import Array, Named, VariablesAdapter
+from horo_lite.adapters import changed, to_host
+from horo_lite.adapters.object import Array, Held, Named, VariablesAdapter
 
 KINDS = (keras.Variable, keras.layers.Layer, keras.optimizers.Optimizer)
 
@@ -25,14 +25,31 @@ class KerasAdapter(VariablesAdapter):
         if isinstance(owner, keras.layers.Layer):
             return [(variable.path, variable) for variable in owner.weights]
         if isinstance(owner, keras.optimizers.Optimizer):
+            if _is_divided(owner):
+                common: Named = owner.common_variables
+                return common
             # With backward_passes_per_step, each rank adds up its own gradients.
             passes = getattr(owner, "_passes", 1)
             sums = set(map(id, owner._accumulated_gradients)) if passes > 1 and owner.built else ()
             return [pair for pair in self.variables(owner) if id(pair[1]) not in sums]
         return []
 
+    def objects(self, owner: Any) -> list[tuple[str, Held]]:
+        if not _is_divided(owner):
+            return []
+        return [("the state of all ranks", Held(owner.state_to_send, owner.receive_state))]
+
     def variables(self, optimizer: Any) -> Named:
         return [(variable.path, variable) for variable in optimizer.variables]
+
+    def state(self, optimizer: Any) -> Any | None:
+        return optimizer.whole_state() if _is_divided(optimizer) else super().state(optimizer)
+
+    def set_state(self, optimizer: Any, state: Any) -> None:
+        if _is_divided(optimizer):
+            optimizer.set_whole_state(state)
+        else:
+            super().set_state(optimizer, state)
 
     def replica(self, owner: Any, buffers: bool) -> Named | None:
         if not isinstance(owner, keras.layers.Layer):
@@ -45,6 +62,14 @@ class KerasAdapter(VariablesAdapter):
 
     def set_value(self, parameter: Any, array: Array) -> None:
         parameter.assign(array)
+
+    def changed(self, x: Any) -> None:
+        changed([x.value])
+
+
+def _is_divided(optimizer: Any) -> bool:
+    """Return whether it is wrapped with shard_state=True."""
+    return hasattr(optimizer, "common_variables")
 
 
 ADAPTER = KerasAdapter()

@@ -462,12 +462,15 @@ class _Known:
     def __init__(self, obj: Any) -> None:
         self._obj, self._named = unwrapped(obj)
         adapter = adapter_of(self._obj)
-        self._steps = any(callable(getattr(self._obj, name, None)) for name in adapter.steps)
+        # The arrays of an optimizer whose state is divided are not all of it.
+        self._is_divided = hasattr(self._obj, "is_sharded")
+        steps = (getattr(self._obj, name, None) for name in adapter.steps)
+        self._steps = self._is_divided or any(map(callable, steps))
         self._adapter = adapter_of(self._named[0][1]) if self._named else adapter
         self._whole = obj
 
     def __bool__(self) -> bool:
-        return bool(self._named)
+        return bool(self._named) or self._is_divided
 
     def content(self) -> Any:
         if self._steps:

@@ -28,3 +28,4 @@ from horo_lite.keras.operations import *
 from horo_lite.keras.optimizer import DistributedOptimizer as DistributedOptimizer
 from horo_lite.keras.optimizer import PartialDistributedOptimizer as PartialDistributedOptimizer
 from horo_lite.keras.optimizer import load_model as load_model
+from horo_lite.keras.optimizer import save_model as save_model

@@ -12,9 +12,12 @@ from typing import Any
 from horo_lite.collectives.compression import Compression
 from horo_lite.collectives.group import Group
 from horo_lite.collectives.reductions import AnyOp, Average
+from horo_lite.context import rank
 from horo_lite.horovod.gradients import GradientAverager, options_of, scaled
 from horo_lite.horovod.process_sets import Set, global_process_set
 from horo_lite.keras.base import Averaging, is_of_keras2, keras, name_of
+from horo_lite.keras.sharded_state import ShardedState
+from horo_lite.ops import barrier
 from horo_lite.state.wrapper import check_unwrapped, sharing
 from horo_lite.training.options import Options, checked_passes
 from horo_lite.training.transform import Transform
@@ -37,6 +40,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     scale_local_gradients: bool = True,
     *,
     group: Group | None = None,
+    shard_state: bool = False,
 ) -> Any:
     """Return an optimizer that averages gradients over all ranks before it applies them.
 
@@ -94,6 +98,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         scale_local_gradients: Whether gradients of local variables are divided by the number of
             ranks.
         group: The ranks as a `Group`.
+        shard_state: Whether each rank has the optimizer's slots (momenta, variances) of its share
+            of the variables only, on the torch and JAX backends: see docs/how-to/shard-state.md.
 
     Raises:
         MismatchError: From `apply()`, on every rank, if gradients or options differ between ranks;
@@ -104,6 +110,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         optimizer = keras.optimizers.get(optimizer)
         is_keras2 = is_of_keras2(optimizer)
     check_unwrapped(optimizer)
+    if shard_state:
+        _check_can_shard(optimizer, is_keras2)
     options = options_of(
         op, compression, process_set, group, gradient_predivide_factor, num_groups, groups
     )
@@ -116,15 +124,19 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     if passes > 1:
         _check_can_accumulate(optimizer, passes)
         vars(optimizer)["gradient_accumulation_steps"] = passes
-    return sharing(
+    wrapped = sharing(
         optimizer,
-        AveragingOptimizer,
+        ShardedOptimizer if shard_state else AveragingOptimizer,
         _averager=averager,
         _is_averaged=False,
         _passes=passes,
         _sum_of=1 if average_aggregated_gradients else passes,
         _accumulated=None,
+        **({"_options": options, "_division": None} if shard_state else {}),
     )
+    if shard_state and optimizer.built:
+        wrapped.divide_built()
+    return wrapped
 
 
 def _check_can_accumulate(optimizer: Any, passes: int) -> None:
@@ -146,6 +158,23 @@ def _check_can_accumulate(optimizer: Any, passes: int) -> None:
             "backward_passes_per_step needs an optimizer that has not been built: create the "
             "DistributedOptimizer before the first step"
         )
+
+
+def _check_can_shard(optimizer: Any, is_keras2: bool) -> None:
+    backend = "tf_keras" if is_keras2 else keras.backend.backend()
+    if backend not in ("torch", "jax"):
+        raise ValueError(
+            f"shard_state=True is for Keras 3 on the torch and JAX backends, and not for {backend}"
+        )
+    for name in ("LossScaleOptimizer", "MultiOptimizer"):
+        kind = getattr(keras.optimizers, name, ())
+        if isinstance(optimizer, kind):
+            raise ValueError(
+                f"shard_state=True cannot be combined with a {name}, whose state is that of "
+                "other optimizers: leave one of the two out (for mixed precision without scaling "
+                'of the loss, use the policy "mixed_bfloat16", or compile with '
+                "auto_scale_loss=False)"
+            )
 
 
 def PartialDistributedOptimizer(  # noqa: N802 (Horovod's name)
@@ -232,6 +261,7 @@ def load_model(
     backward_passes_per_step: int = 1,
     average_aggregated_gradients: bool = False,
     group: Group | None = None,
+    shard_state: bool = False,
 ) -> Any:
     """Load a saved model, and make its optimizer a DistributedOptimizer with the saved state.
 
@@ -251,6 +281,7 @@ def load_model(
             is not given again, Keras averages over the passes.
         average_aggregated_gradients: Likewise.
         group: Likewise.
+        shard_state: Likewise. Every rank loads the file.
     """
     known = {kind.__name__: kind for kind in custom_optimizers or ()} | dict(custom_objects or {})
     model = keras.models.load_model(filepath, known or None, compile, safe_mode)
@@ -263,8 +294,31 @@ def load_model(
             backward_passes_per_step=backward_passes_per_step,
             average_aggregated_gradients=average_aggregated_gradients,
             group=group,
+            shard_state=shard_state,
         )
     return model
+
+
+def save_model(model: Any, filepath: Any, overwrite: bool = True, **options: Any) -> None:
+    """Save a model from rank 0; every rank calls it, and returns when the file is there.
+
+    For an optimizer with shard_state=True, whose state it collects from all ranks; other models may
+    as well be saved with `model.save` on one rank.
+
+    Args:
+        model: The model, which all ranks have.
+        filepath: As for `model.save`, on rank 0.
+        overwrite: Likewise.
+        **options: Further arguments of `keras.models.save_model`.
+    """
+    if hasattr(model, "jax_state_sync"):  # in a callback, the variables may be empty
+        model.jax_state_sync()
+    optimizer: Any = getattr(model, "optimizer", None)
+    if getattr(optimizer, "is_sharded", False):
+        optimizer.whole_state()
+    if rank() == 0:
+        keras.models.save_model(model, filepath, overwrite, **options)
+    barrier()
 
 
 _LOSS_SCALE = (
@@ -357,6 +411,10 @@ class AveragingOptimizer(Averaging):
         if name == "loss_scale_factor" and value is None:  # set by a LossScaleOptimizer around it
             raise TypeError(_LOSS_SCALE)
         super().__setattr__(name, value)
+
+
+class ShardedOptimizer(ShardedState, AveragingOptimizer):
+    """Base class of a wrapped optimizer with shard_state=True."""
 
 
 def _transform(options: Options, as_dense: bool, is_keras2: bool) -> Transform:

@@ -55,10 +55,7 @@ class OptimizerState:
         if (
             is_container
             or is_module
-            or not (
-                any(callable(getattr(inner, name, None)) for name in steps)
-                or self._kept() is not None
-            )
+            or not (any(callable(getattr(inner, name, None)) for name in steps) or self._is_kept)
         ):
             raise TypeError(
                 f"{type(inner).__name__} is not an optimizer: it has no "
@@ -84,7 +81,7 @@ class OptimizerState:
         inner = self._inner
         if is_divided(inner):
             inner.load_state_dict(state)
-        elif self._kept() is not None:
+        elif self._is_kept:
             self._finder.set_state(inner, state)
         elif self._has_dict:
             before = [dict(options) for options in getattr(inner, "param_groups", ())]
@@ -131,6 +128,12 @@ class OptimizerState:
             kind = type(self._inner).__name__
             raise ValueError(f"state=True is for optimizers: a {kind} has no optimizer state")
         return found
+
+    @property
+    def _is_kept(self) -> bool:
+        """Whether the optimizer's adapter provides the state. Never collective."""
+        can_be_divided = hasattr(self._inner, "is_sharded") and not is_divided(self._inner)
+        return can_be_divided or self._kept() is not None
 
     def _kept(self) -> Any | None:
         """Return the state as the optimizer's adapter provides it, or None."""

@@ -10,4 +10,5 @@ from horo_lite.keras import (
     callbacks,
     elastic,
     load_model,
+    save_model,
 )

@@ -28,7 +28,7 @@ import numpy as np
 from horo_lite.adapters import adapter_of, to_host
 from horo_lite.adapters.object import ZERO_GRAD, Named, is_array, keyed
 from horo_lite.collectives.arrays import gpu_of
-from horo_lite.state.broadcast import Places, is_writable
+from horo_lite.state.broadcast import is_writable
 from horo_lite.state.optimizer_state import OptimizerState, in_host_memory
 from horo_lite.state.wrapper import Divided
 from horo_lite.training.gradient_memory import tensors_of
@@ -37,7 +37,7 @@ from horo_lite.training.sharding import (
     collected,
     compare_division,
     divide,
-    receive,
+    receive_values,
     without_closure,
 )
 
@@ -316,14 +316,8 @@ class Shares:
 
     def _receive(self) -> None:
         """Give all ranks the parameters as their owners have updated them."""
-        places, label = Places(self._named), self._label(f"step {self._n_steps}")
-        for chosen in filter(None, places.by_device()):
-            arrays = [places.targets[i] for i in chosen]
-            owners = [self._owners[i] for i in chosen]
-            names = [self._named[i][0] for i in chosen]
-            rows = [x if len(x.shape) else x.reshape((1,)) for x in arrays]
-            receive(self.group, label, owners, names, rows)
-        places.received([owner == self.group.rank for owner in self._owners])
+        label = self._label(f"step {self._n_steps}")
+        receive_values(self.group, label, self._owners, self._named)
 
     def _label(self, what: str) -> str:
         return f"{what} of a {type(self.first).__name__} with shard_state=True"

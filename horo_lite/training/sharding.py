@@ -14,6 +14,7 @@ from horo_lite.adapters.object import is_array
 from horo_lite.collectives.calls import AllGatherInPlace, Compare, Part
 from horo_lite.ops import allgather_object
 from horo_lite.state import drift
+from horo_lite.state.broadcast import Places
 from horo_lite.state.trees import NUMBERS, Tree, in_brackets
 
 if TYPE_CHECKING:
@@ -109,6 +110,22 @@ def receive(
     """Write into each array, of one device, what its owner has in it."""
     call = AllGatherInPlace(label, owners, names)
     group.run(call, Part(group.memory(arrays), label=label))
+
+
+def receive_values(
+    group: Group, label: str, owners: Sequence[int], named: Sequence[tuple[str, Any]]
+) -> list[Any]:
+    """Give all ranks the parameters, on any devices, as their owners have updated them.
+
+    Returns:
+        The same objects if they can be written, else new ones.
+    """
+    places = Places(named)
+    for chosen in filter(None, places.by_device()):
+        arrays = [places.targets[i] for i in chosen]
+        rows = [x if len(x.shape) else x.reshape((1,)) for x in arrays]
+        receive(group, label, [owners[i] for i in chosen], [named[i][0] for i in chosen], rows)
+    return places.received([owner == group.rank for owner in owners])
 
 
 def collected(group: Group, label: str, mine: Mapping[K, V]) -> dict[K, V]:

@@ -24,6 +24,7 @@ import pytest
 
 import horo_lite
 from horo_lite.collectives import arrays
+from horo_lite.state.optimizer_state import OptimizerState
 
 with pytest.MonkeyPatch.context() as patch:
     # Keras imports scikit-learn for wrappers, if it is installed, which takes as long as the rest.
@@ -64,7 +65,7 @@ def shard(x: Any, sizes: list[int] | None = None) -> Any:
     return np.concatenate(batches[:, begin : begin + sizes[world.rank]])
 
 
-UNEVEN = {1: [12], 2: [7, 5], 3: [6, 2, 4]}[world.size]
+UNEVEN = {1: [12], 2: [7, 5], 3: [6, 2, 4], 4: [3, 5, 1, 3]}[world.size]
 
 
 def fit(model: Any, *, alone: bool = False, epochs: int = 2, x: Any = X, **options: Any) -> Any:
@@ -822,6 +823,9 @@ def check_process_sets_and_values() -> None:
 def check_elastic_state() -> None:
     for family in FAMILIES:
         _check_elastic_state(compiled(hvd.DistributedOptimizer(family.Adam(0.01))))
+    if not is_keras2:
+        optimizer = hvd.DistributedOptimizer(adam(), shard_state=True)
+        _check_elastic_state(compiled(optimizer))
 
 
 def _check_elastic_state(model: Any) -> None:
@@ -840,6 +844,7 @@ def _check_elastic_state(model: Any) -> None:
     )
     assert (state.batch, state.epoch) == (0, 2)
     after = model.get_weights()
+    slots = OptimizerState(model.optimizer).read()
     assert any((a != b).any() for a, b in zip(before, after, strict=True))
     n_steps = int(model.optimizer.iterations)
     fit(model, epochs=1)
@@ -850,6 +855,190 @@ def _check_elastic_state(model: Any) -> None:
     assert int(model.optimizer.iterations) == n_steps == 2 * N_STEPS
     for a, b in zip(model.get_weights(), after, strict=True):
         np.testing.assert_array_equal(a, b)
+    for a, b in zip(OptimizerState(model.optimizer).read(), slots, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def divided_and_whole(make: Any, **options: Any) -> tuple[Any, Any]:
+    """Return two models of equal weights, whose optimizers differ in shard_state only."""
+    divided = compiled(hvd.DistributedOptimizer(make(), shard_state=True, **options))
+    whole = compiled(
+        hvd.DistributedOptimizer(make(), **options),
+        like=hvd.broadcast_object(divided.get_weights(), 0),
+    )
+    return divided, whole
+
+
+def values_of(optimizer: Any) -> list[Any]:
+    return [np.array(keras.ops.convert_to_numpy(v)) for v in optimizer.variables]
+
+
+def check_shares(divided: Any, whole: Any, n_slots: int) -> None:
+    """Each rank has slots for its own variables, and all together those of all."""
+    sizes = [int(np.prod(v.shape)) for v in divided.trainable_variables]
+    mine = sum(v.size for v in values_of(divided.optimizer) if v.ndim) // n_slots
+    everyone = hvd.allgather_object(mine)
+    assert sum(everyone) == sum(sizes), everyone
+    assert max(everyone) <= max(max(sizes), sum(sizes) / world.size + min(sizes)), everyone
+    assert sum(v.size for v in values_of(whole.optimizer) if v.ndim) == n_slots * sum(sizes)
+
+
+def check_alike(divided: Any, whole: Any) -> None:
+    """Weights and states are the same: to the bit, unless XLA has compiled two programs."""
+    check_same_bits(divided)
+    tolerance = {"rtol": 1e-5, "atol": 1e-7} if BACKEND == "jax" else {"rtol": 0, "atol": 0}
+    check_close(divided, whole, **tolerance)
+    states = divided.optimizer.whole_state(), values_of(whole.optimizer)
+    for mine, theirs in zip(*states, strict=True):
+        np.testing.assert_allclose(mine, theirs, **tolerance)
+
+
+def check_shard_state() -> None:
+    if is_keras2:
+        return
+    kinds = keras.optimizers
+    everything: dict[str, Any] = {
+        "momentum": 0.9,
+        "weight_decay": 0.01,
+        "global_clipnorm": 0.3,
+        "gradient_accumulation_steps": 2,
+        "use_ema": True,
+        "ema_momentum": 0.7,
+    }
+    rate = kinds.schedules.CosineDecay(0.2, 10)
+    for make, n_slots, options in (
+        (partial(kinds.SGD, 0.2), 0, {}),
+        (partial(kinds.SGD, 0.2, momentum=0.9, clipnorm=0.3), 1, {}),
+        (adam, 2, {}),
+        (partial(kinds.Adam, rate, amsgrad=True), 3, {"backward_passes_per_step": 2}),
+        (partial(kinds.AdamW, 0.01, weight_decay=0.1), 2, {"compression": hvd.Compression.fp16}),
+        (partial(kinds.Nadam, 0.01), 2, {}),
+        (partial(kinds.Muon, 0.01), 0, {}),
+        (partial(kinds.SGD, rate, **everything, ema_overwrite_frequency=3), 0, {}),
+        (partial(kinds.SGD, rate, **everything), 0, {}),
+    ):
+        divided, whole = divided_and_whole(make, **options)
+        for optimizer in (divided.optimizer, whole.optimizer):
+            if isinstance(optimizer, kinds.AdamW):
+                optimizer.exclude_from_weight_decay(var_names=["bias"])
+        for model in (divided, whole):
+            fit(model, epochs=1, callbacks=broadcast())
+        assert int(divided.optimizer.iterations) == int(whole.optimizer.iterations) > 0
+        assert divided.optimizer.is_sharded
+        if n_slots and "backward_passes_per_step" not in options:
+            check_shares(divided, whole, n_slots)
+        check_alike(divided, whole)
+
+
+def check_shard_state_in_a_loop() -> None:
+    """Eagerly, with weights, frozen layers and a gradient on one rank only; on JAX also in jit."""
+    if is_keras2:
+        return
+    divided, whole = divided_and_whole(partial(keras.optimizers.Nadam, 0.1))
+    hvd.broadcast_parameters(divided)
+    for step in range(4):
+        for model in (divided, whole):
+            x, y = (a[(step + world.rank) * 3 :][:5] for a in (X, Y))
+            found = gradients(model, x, y)
+            if step == 1:  # the other ranks' variables have none
+                found[1:] = [None] * 3
+            if step == 2 and world.rank:
+                found[0] = None
+            if BACKEND == "jax" and step == 3:
+                _stateless(model, found, {})
+            elif BACKEND == "torch":
+                import torch
+
+                with torch.no_grad():
+                    model.optimizer.apply(found, model.trainable_variables, weight=1 + world.rank)
+            else:
+                model.optimizer.apply(found, model.trainable_variables, weight=1 + world.rank)
+        check_alike(divided, whole)
+    if world.size > 1:
+        drifted, _ = divided_and_whole(adam)
+        if BACKEND == "torch":
+            with pytest.raises(hvd.DriftError, match="first/kernel"):
+                fit(drifted, epochs=1)
+
+
+def check_shard_state_in_files() -> None:
+    """Files are those of an undivided optimizer, and are loaded by any number of ranks."""
+    if is_keras2:
+        return
+    divided, whole = divided_and_whole(adam)
+    folder = hvd.broadcast_object(tempfile.mkdtemp() if world.rank == 0 else "")
+    new, path = Path(folder, "new.keras"), Path(folder, "model.keras")
+    for name, epochs in ((new, 0), (path, 1)):
+        for model in (divided, whole):
+            fit(model, epochs=epochs, callbacks=broadcast())
+        hvd.save_model(divided, name)
+        plain = keras.models.load_model(name)
+        assert int(plain.optimizer.iterations) == epochs * N_STEPS
+        if epochs:
+            check_close(plain, divided, rtol=0, atol=0)
+            for mine, theirs in zip(
+                values_of(plain.optimizer), divided.optimizer.whole_state(), strict=True
+            ):
+                np.testing.assert_array_equal(mine, theirs)
+    assert not divided.optimizer.is_sharded  # until the next step
+    loaded = hvd.load_model(path, shard_state=True)
+    # One rank alone continues from a file, and others get its state.
+    resumed = compiled(hvd.DistributedOptimizer(adam(), shard_state=True))
+    if world.rank == world.size - 1:
+        keep = hvd.load_model(path, shard_state=True)
+        resumed.set_weights(keep.get_weights())
+        resumed.optimizer.build(resumed.trainable_variables)
+        resumed.optimizer.set_weights(values_of(keras.models.load_model(path).optimizer))
+    for model in (divided, whole, loaded):
+        fit(model, epochs=1)
+    fit(resumed, epochs=1, callbacks=broadcast(world.size - 1))
+    check_shares(loaded, whole, 2)
+    for model in (divided, loaded, resumed):
+        assert model.optimizer.is_sharded == (world.size > 0)
+        check_alike(model, whole)
+    for model in (divided, whole):  # the state that was collected is no longer that of others
+        fit(model, epochs=1)
+    check_alike(divided, whole)
+    with pytest.raises(ValueError, match=r"save_optimizer_weights_to_hdf5_group.*\.keras"):
+        divided.save(Path(folder, f"{world.rank}.h5"))
+    with pytest.raises(ValueError, match=r"get_state_tree\(\) takes the variables of one rank"):
+        divided.get_state_tree()
+    divided.load_weights(_weights_of(plain, folder))
+    fit(divided, epochs=1)
+    fit(plain, epochs=1, alone=True)
+    check_close(divided, plain)
+    check_same_bits(divided)
+
+
+def _weights_of(model: Any, folder: str) -> str:
+    path = str(Path(folder, f"{world.rank}.weights.h5"))
+    model.save_weights(path)
+    return path
+
+
+def check_shard_state_is_refused() -> None:
+    shard = partial(hvd.DistributedOptimizer, shard_state=True)
+    if is_keras2:
+        with pytest.raises(ValueError, match="not for tf_keras"):
+            shard(adam())
+        return
+    kinds = keras.optimizers
+    with pytest.raises(ValueError, match="cannot be combined with a LossScaleOptimizer"):
+        shard(kinds.LossScaleOptimizer(adam()))
+    with pytest.raises(ValueError, match="cannot be combined with a MultiOptimizer"):
+        shard(kinds.MultiOptimizer(lambda variable: adam()))
+    with pytest.raises(ValueError, match=r"'number.* cannot be a local variable"):
+        applied(shard(adam()), [1.0, 2.0], keeps_last=True)
+    model = network()
+    for optimizer in (kinds.Adafactor(), shard(kinds.Adafactor())):
+        if hasattr(optimizer, "is_sharded"):
+            for _ in range(2):
+                with pytest.raises(ValueError, match="cannot divide the state of Adafactor"):
+                    optimizer.build(model.trainable_variables)
+    optimizer = shard(adam())
+    optimizer.build(model.trainable_variables)
+    with pytest.raises(ValueError, match="this is not the state of the Adam"):
+        optimizer.set_weights(values_of(optimizer)[:-1])
 
 
 def check_replicas_and_copies() -> None:
@@ -983,7 +1172,7 @@ def check_a_loop_of_ones_own() -> None:
     check_close(model, alone)
 
 
-HELPERS = ("check_same_bits", "check_close")
+HELPERS = ("check_same_bits", "check_close", "check_shares", "check_alike")
 OF_KERAS2 = (check_sync_batch_normalization, check_a_loop_of_ones_own)
 OF_BOTH = (
     check_fit_equals_one_process,

@@ -51,7 +51,7 @@ def printed_by(script: str, size: int, backend: str, *args: object) -> str:
 )
 def test_two_ranks_train_as_one_process_would(backend: str) -> None:
     printed = printed_by("keras_checks.py", 2, backend)
-    assert printed.count(f"{backend} on 2: check_") == 24, printed
+    assert printed.count(f"{backend} on 2: check_") == 28, printed
 
 
 @pytest.mark.parametrize("backend", ["torch", "jax"])
@@ -66,9 +66,17 @@ def test_three_ranks_do_as_well(backend: str) -> None:
         "check_passes_per_step",
         "check_local_variables_and_predivision",
         "check_process_sets_and_values",
+        "check_shard_state",
+        "check_shard_state_in_a_loop",
+        "check_shard_state_in_files",
     )
     printed = printed_by("keras_checks.py", 3, backend, *chosen)
-    assert printed.count(f"{backend} on 3: check_") == 9, printed
+    assert printed.count(f"{backend} on 3: check_") == 12, printed
+
+
+def test_four_ranks_have_a_quarter_of_the_state_each() -> None:
+    printed = printed_by("keras_checks.py", 4, "torch", "check_shard_state")
+    assert printed.count("torch on 4: check_") == 1, printed
 
 
 LONGER = """
@@ -139,6 +147,7 @@ def test_an_elastic_script_for_horovod_runs_as_it_is() -> None:
 DIES_IN_FIT = """
     import os
     import signal
+    import sys
     import keras
     import numpy as np
     import horo_lite.keras as hvd
@@ -146,7 +155,8 @@ DIES_IN_FIT = """
     hvd.init()
     layers = [keras.Input((3,)), keras.layers.Dropout(0.1), keras.layers.Dense(2)]
     model = keras.Sequential(layers)
-    model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.1)), loss="mse")
+    adam, options = keras.optimizers.Adam(0.1), {name: True for name in sys.argv[1:]}
+    model.compile(hvd.DistributedOptimizer(adam, **options), loss="mse")
     state = hvd.elastic.KerasState(model, batch=0, epoch=0)
     x = np.random.default_rng(hvd.rank()).standard_normal((16, 3)).astype(np.float32)
 
@@ -177,11 +187,12 @@ DIES_IN_FIT = """
 """
 
 
-def test_the_others_go_on_if_a_rank_dies_in_a_compiled_step() -> None:
+@pytest.mark.parametrize("options", [(), ("shard_state",)])
+def test_the_others_go_on_if_a_rank_dies_in_a_compiled_step(options: tuple[str, ...]) -> None:
     """JAX has given away the arrays of the step that failed: it goes back to the last commit."""
     env = {"KERAS_BACKEND": "jax", **compilation()}
     result = run_ranks(
-        DIES_IN_FIT, 3, options=["--with-ft", "ulfm"], env=env, timeout_s=LIMIT_S
+        DIES_IN_FIT, 3, options=["--with-ft", "ulfm"], args=options, env=env, timeout_s=LIMIT_S
     ).check()
     assert result.stdout.count("goes on 1 1 6") == 2, result
     assert result.stdout.count("ended 2 2 10") == 2, result
