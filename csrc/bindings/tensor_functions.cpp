@@ -46,9 +46,16 @@ void bind_tensors(nb::module_& m) {
       .def(
           "rows",
           [](nb::object self, const std::vector<std::pair<int64_t, int64_t>>& ranges) {
-            return new Tensors(nb::cast<const Tensors&>(self), self, ranges);
+            return new Tensors(nb::cast<const Tensors&>(self), self, ranges, false);
           },
           "ranges"_a, nb::rv_policy::take_ownership, "Return the rows from `begin` to `end` of each array.")
+      .def(
+          "elements",
+          [](nb::object self, const std::vector<std::pair<int64_t, int64_t>>& ranges) {
+            return new Tensors(nb::cast<const Tensors&>(self), self, ranges, true);
+          },
+          "ranges"_a, nb::rv_policy::take_ownership,
+          "Return the elements from `begin` to `end` of each array, in C order.")
       .def("__len__", [](const Tensors& t) { return t.refs().size(); })
       .def_prop_ro("nbytes", &Tensors::n_bytes)
       .def_prop_ro("signature", &Tensors::signature)

@@ -22,8 +22,9 @@ class Tensors : public TensorList {
   Tensors(nanobind::sequence arrays, bool writable, std::optional<intptr_t> stream = {});
   // Tensors [first, last) of `like` in host memory, which they get later: see move_to().
   Tensors(const Tensors& like, size_t first, size_t last);
-  // The rows [begin, end) of each array of `whole`, which `owner` keeps alive.
-  Tensors(const Tensors& whole, nanobind::object owner, const std::vector<std::pair<int64_t, int64_t>>& rows);
+  // The rows [begin, end) of each array of `whole`, which `owner` keeps alive; if `flat`, the elements in C order.
+  Tensors(const Tensors& whole, nanobind::object owner, const std::vector<std::pair<int64_t, int64_t>>& rows,
+          bool flat);
   ~Tensors();
   Tensors(const Tensors&) = delete;
   Tensors& operator=(const Tensors&) = delete;

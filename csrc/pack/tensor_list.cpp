@@ -98,6 +98,17 @@ void TensorList::keep_rows(const std::vector<std::pair<int64_t, int64_t>>& rows)
   }
 }
 
+void TensorList::flatten() {
+  for (Shape& shape : shapes_) {
+    if (shape.order != 0 || !shape.dense) throw std::invalid_argument("elements need arrays in C order");
+    int64_t n_elements = 1;
+    for (size_t axis = 0; axis < shape.n_axes; ++axis) n_elements *= axes_[shape.first_axis + axis];
+    shape.first_axis = axes_.size();
+    shape.n_axes = 1;
+    axes_.push_back(n_elements);
+  }
+}
+
 void TensorList::add(void* address, DType dtype, Axes dims, Axes strides, const ElementType* type) {
   const size_t n_parts = type == nullptr ? 1 : type->n_parts;
   const size_t item = item_bytes(dtype) * n_parts;

@@ -93,6 +93,8 @@ class TensorList {
   TensorList(const TensorList& like, size_t first, size_t last);
   // Keeps of each tensor only the rows [begin, end) given for it.
   void keep_rows(const std::vector<std::pair<int64_t, int64_t>>& rows);
+  // Makes a row of each element.
+  void flatten();
   void add(void* address, DType dtype, Axes dims, Axes strides_bytes, const ElementType* type = nullptr);
 
   std::vector<TensorRef> refs_;

@@ -18,7 +18,7 @@ from horo_lite.collectives.arrays import Array, GpuMemory, Memory, gpu_of
 from horo_lite.collectives.calls import Call, Compare, Finish, Part
 from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.handle import Handle
-from horo_lite.collectives.reductions import AnyOp, Average, Exchange, rows_of
+from horo_lite.collectives.reductions import AnyOp, Average, Division, Exchange, rows_of
 from horo_lite.errors import (
     GROUP_IS_LOST,
     DeviceError,
@@ -346,6 +346,7 @@ class Group:
         postscale_factor: float = 1.0,
         weight: float | None = None,
         shared: SharedMemory | None = None,
+        division: Division = (),
         follows: bool = True,
     ) -> bool:
         """Reduce an optimizer's gradients in place; return whether anything was reduced.
@@ -353,7 +354,8 @@ class Group:
         Every rank calls it, in the same order as its other blocking calls. See `Exchange`, and
         `Part` for the arguments that may differ between ranks.
         """
-        call = Exchange(label, op, compression, prescale_factor, postscale_factor, names)
+        how = op, compression, prescale_factor, postscale_factor
+        call = Exchange(label, *how, names, division)
         return self.run(call, Part(self.memory(arrays), weight, shared=shared, follows=follows))
 
     def exchange_async(
@@ -368,6 +370,7 @@ class Group:
         postscale_factor: float = 1.0,
         weight: float | None = None,
         shared: SharedMemory | None = None,
+        division: Division = (),
         in_order: bool = False,
     ) -> Handle:
         """Begin `exchange`; do not use the arrays until it is synchronized.
@@ -376,7 +379,8 @@ class Group:
         calls it in the same order as its blocking calls; `synchronize` orders what the caller's
         stream does next after it.
         """
-        call = Exchange(label, op, compression, prescale_factor, postscale_factor, names)
+        how = op, compression, prescale_factor, postscale_factor
+        call = Exchange(label, *how, names, division)
         if in_order:
             return Handle(label, None, self._begin(call, Part(self.memory(arrays), weight)))
         part = Part(self.memory(arrays, asynchronous=True), weight, shared=shared)

@@ -213,7 +213,7 @@ class AllReduce(Call[bool]):
 
     def _is_native(self, part: Part, transport: Transport) -> bool:
         """Return whether the core alone can run it; else Python code raises errors, too."""
-        if part.memory.stream is not None:
+        if part.memory.stream is not None or self._scatter(part, transport) is not None:
             return False
         if self.op is Adasum:
             return False
@@ -309,8 +309,28 @@ class AllReduce(Call[bool]):
             adasum.reduce(part.memory, transport, self.prescale_factor, self.postscale_factor)
         elif part.offsets is not None and part.shared is not None:
             transport.reduce_in_place(part.memory.tensors, part.shared, reduction)
+        elif scatter := self._scatter(part, transport):
+            size = transport.size
+            parts = [self.part_of(r, size, part.memory.tensors) for r in range(size)]
+            scatter(parts, parts[transport.rank], reduction)
         else:
             transport.allreduce(part.memory.tensors, reduction)
+
+    def _scatter(self, part: Part, transport: Transport) -> interface.ReduceScatter | None:
+        """Return the transport's reduce-scatter, if each rank needs its part only."""
+        sees_results = type(self.compression).restore is not Compressor.restore
+        if not self.scatters or sees_results or part.memory.stream is not None:
+            return None
+        return transport.host.reduce_scatter
+
+    @property
+    def scatters(self) -> bool:
+        """Whether each rank needs its part of the results only."""
+        return False
+
+    def part_of(self, rank: int, size: int, tensors: _native.Tensors) -> _native.Tensors:
+        """Return what a rank, of `size`, needs of the results, if the call `scatters`."""
+        raise NotImplementedError
 
     def _complete(self, part: Part) -> bool:
         part.memory.end()
@@ -329,15 +349,49 @@ class AllReduce(Call[bool]):
                 method(self.compression, name, x)
 
 
+Division: TypeAlias = Sequence[Sequence[tuple[int, int]]]
+"""For each rank, which elements of each array belong to it, from begin to end, in C order."""
+
+
 @dataclass(frozen=True)
 class Exchange(AllReduce):
     """All-reduce an optimizer's gradients, which the call's name identifies.
 
     If `Group.compares_later`, a rank whose Part has `follows=False` waits to learn what the others
     do. If all ranks do so, nothing is exchanged, and the result is False.
+
+    Attributes:
+        division: What each rank needs of the results; the rest is undefined afterwards. Empty: all.
     """
 
+    division: Division = ()
+
     kind = "exchange"
+
+    def prepare(self, part: Part) -> None:
+        if self.division and part.memory.stream is None and part.memory.tensors.layout:
+            part.memory.use_c_order()
+        super().prepare(part)
+
+    def contract(self, part: Part) -> object:
+        contract = super().contract(part)
+        return (contract, self.division) if self.division else contract
+
+    def describe(self, part: Part) -> str:
+        described = super().describe(part)
+        return f"{described}\ndivided: {self.division}" if self.division else described
+
+    def participation(self, part: Part, ranks: Sequence[int], joined: Sequence[int]) -> StandIn:
+        if self.division:
+            return needs_all(part.label)(joined)
+        return super().participation(part, ranks, joined)
+
+    @property
+    def scatters(self) -> bool:
+        return bool(self.division) and self.op is not Adasum
+
+    def part_of(self, rank: int, size: int, tensors: _native.Tensors) -> _native.Tensors:
+        return tensors.elements(self.division[rank])
 
     def changes(self, part: Part) -> _native.Tensors | None:
         return None  # they have already been compared with each other
@@ -366,26 +420,13 @@ class ReduceScatter(AllReduce):
     def participation(self, part: Part, ranks: Sequence[int], joined: Sequence[int]) -> StandIn:
         return needs_all(part.label)(joined)
 
-    def _is_native(self, part: Part, transport: Transport) -> bool:
-        # The core alone can only run all-reduces.
-        return super()._is_native(part, transport) and self._scatter(part, transport) is None
+    @property
+    def scatters(self) -> bool:
+        return True
 
-    def _reduce(self, part: Part, transport: Transport, reduction: Reduction) -> None:
-        scatter = self._scatter(part, transport)
-        if scatter is None:
-            super()._reduce(part, transport, reduction)
-            return
-        tensors, size = part.memory.tensors, transport.size
+    def part_of(self, rank: int, size: int, tensors: _native.Tensors) -> _native.Tensors:
         n_rows = [tensors.shape(i)[0] for i in range(len(tensors))]
-        parts = [tensors.rows([rows_of(n, size, rank) for n in n_rows]) for rank in range(size)]
-        scatter(parts, parts[transport.rank], reduction)
-
-    def _scatter(self, part: Part, transport: Transport) -> interface.ReduceScatter | None:
-        """Return the transport's reduce-scatter, if there is one and it can be used."""
-        sees_results = type(self.compression).restore is not Compressor.restore
-        if sees_results or part.memory.stream is not None:
-            return None
-        return transport.host.reduce_scatter
+        return tensors.rows([rows_of(n, size, rank) for n in n_rows])
 
 
 def rows_of(n_rows: int, size: int, rank: int) -> tuple[int, int]:

@@ -259,7 +259,7 @@ class GradientExchange:
             hook = _hook(weakref.ref(self), slot)
             slot.hook = parameter.register_post_accumulate_grad_hook(hook)
             slot.attributes = parameter.__dict__
-            if self.op is not Average:
+            if self.cannot_add:
                 slot.zeros_hook = parameter.register_hook(_begin_if_zero(slot))
             parameter.requires_grad_(requires_grad)
 
@@ -275,6 +275,13 @@ class GradientExchange:
     def takes_part(self) -> bool:
         """Whether there are other ranks, and this is not a forked child of one."""
         return self.active and os.getpid() == self._pid
+
+    @property
+    def cannot_add(self) -> str:
+        """Why a pass cannot add to a gradient that has been exchanged; "" if it can."""
+        if self.op is Average:
+            return ""
+        return f"with op={self.op.name} what was exchanged before would be added up again"
 
     @property
     def passes(self) -> int:
@@ -315,8 +322,8 @@ class GradientExchange:
                 return
             if slot.touched and slot.has_changed(self._travels(slot), additions=1):
                 raise RuntimeError(_changed_too_early(slot.name))
-            if slot.exchanged and self.op is not Average:
-                raise RuntimeError(_exchanged_already(slot.name, self.op.name, self.passes))
+            if slot.exchanged and (why := self.cannot_add):
+                raise RuntimeError(_exchanged_already(slot.name, why, self.passes))
             slot.last_pass = self._pass
             slot.passes += 1
             slot.touched = True
@@ -491,6 +498,12 @@ class GradientExchange:
                     "and used the unchanged average in step(), so the ranks' steps would differ: "
                     "call optimizer.synchronize() on every rank before gradients are changed"
                 )
+
+    def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
+        """Average what is left, and scale all gradients; see the optimizer's method."""
+        self.flush()
+        parameters = [parameter for _, parameter in self._parameters()]
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
 
     def check_scaling(self, is_fused: bool) -> None:
         """Raise if GradScaler, or a fused step, would check gradients of this rank only for inf."""
@@ -764,12 +777,11 @@ def _taken_away(name: str) -> str:
     )
 
 
-def _exchanged_already(name: str, op: str, passes: int) -> str:
+def _exchanged_already(name: str, why: str, passes: int) -> str:
     return (
-        f"backward() has added to the gradient of {name!r} after it was exchanged, and with "
-        f"op={op} what was exchanged before would be added up again: call step() or zero_grad() "
-        f"after {passes} passes (backward_passes_per_step), use the same parameters in all passes, "
-        "or op=Average"
+        f"backward() has added to the gradient of {name!r} after it was exchanged, and {why}: call "
+        f"step() or zero_grad() after {passes} passes (backward_passes_per_step), or use the same "
+        "parameters in all passes"
     )
 
 

@@ -45,6 +45,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     *,
     shard_state: bool | str = False,
     shared_parameters: bool = False,
+    shard_gradients: bool = False,
     group: Group | None = None,
     adasum_of: str = "steps",
 ) -> Any:
@@ -99,6 +100,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             those of no other parameter, as in Adafactor.
         shared_parameters: With shard_state, keep one copy of the parameters for all ranks of the
             host, instead of one for each; see below.
+        shard_gradients: With shard_state, give each rank the averages of its share only, which is
+            half the bytes; see below.
         group: Another name for `process_set`, as in `horo_lite.DistributedOptimizer`.
         adasum_of: What op=Adasum combines: "steps" or "gradients".
 
@@ -140,6 +143,11 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     (a warning). Views of a parameter that the program took before the first step, and
     `parameter.data`, keep the old memory. If the ranks are on several hosts, it has no effect
     (a warning).
+
+    With shard_gradients=True in addition, from the second step on, a rank's `.grad` has averages in
+    its share only; the rest is undefined. Clip by `optimizer.clip_grad_norm_()`. Any other change
+    of gradients after backward(), another backward() that adds to them, and GradScaler are a
+    RuntimeError.
 
     If the ranks' batches are uneven, call `optimizer.set_weight(len(batch))` before backward(), on
     every rank or on none: the averages of this step are then over all samples. In other frameworks
@@ -199,6 +207,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         gradient_as_bucket_view=gradient_as_bucket_view,
         shard_state=shard_state,
         shared_parameters=shared_parameters,
+        shard_gradients=shard_gradients,
         adasum_of=adasum_of,
         takes_adasum=True,
     )
@@ -307,6 +316,28 @@ class _DistributedOptimizer(Sharing):
         """
         with self._exchange.skipping():
             yield
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scale all averaged gradients so that the norm of them together is at most `max_norm`.
+
+        Like `torch.nn.utils.clip_grad_norm_` of the optimizer's parameters, and up to rounding with
+        the same result, also if shard_gradients=True has left each rank a share of the averages.
+        Then it is collective.
+
+        Args:
+            max_norm: The largest norm, more than 0.
+            norm_type: The p of the p-norm; math.inf for the largest element.
+            error_if_nonfinite: Whether a norm of NaN or inf is a RuntimeError, on every rank.
+
+        Returns:
+            The norm before, a scalar.
+
+        Raises:
+            RuntimeError: See `error_if_nonfinite`; or gradients have not been averaged yet.
+        """
+        return self._exchange.clip(max_norm, norm_type, error_if_nonfinite)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Set how many passes are summed before the ranks exchange them. Collective."""

@@ -13,6 +13,7 @@ the ranks, and state_dict() makes it whole again on all of them, until the next 
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -21,15 +22,18 @@ from itertools import compress
 from operator import is_
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 
 from horo_lite.collectives.group import Group
+from horo_lite.collectives.reductions import Max, Sum
 from horo_lite.errors import warn
+from horo_lite.ops import allreduce
 from horo_lite.state.optimizer_state import in_host_memory
 from horo_lite.state.trees import mapped
 from horo_lite.torch.exchange import GradientExchange
 from horo_lite.torch.shared_parameters import SharedParameters, share_parameters
-from horo_lite.torch.slots import is_sparse
+from horo_lite.torch.slots import Slot, is_sparse
 from horo_lite.training.gradient_memory import tensors_of
 from horo_lite.training.options import Options
 from horo_lite.training.sharding import (
@@ -147,6 +151,10 @@ class ShardedUpdate(GradientExchange):
     def __init__(
         self, optimizer: Any, named: list[tuple[str, Any]] | None, options: Options
     ) -> None:
+        self._divided_by: Sequence[Any] | None = None
+        """How the gradients of this step are divided between the ranks; None: all have all."""
+        self._averages: list[tuple[Slot, Any, int]] = []
+        """The divided gradients, and their versions."""
         self._independent = _what_is_independent(optimizer, options.shard_state)
         # Optimizers of torch.optim update no parameter without a gradient.
         self._updates_all = isinstance(options.shard_state, str)
@@ -166,6 +174,114 @@ class ShardedUpdate(GradientExchange):
 
         optimizer.register_state_dict_pre_hook(_collect, prepend=True)
 
+    # Gradients of which each rank has the averages in its share only.
+
+    @property
+    def cannot_add(self) -> str:
+        if self.options.shard_gradients:
+            return "with shard_gradients=True each rank has averages in its share of it only"
+        return super().cannot_add
+
+    def begin(self, *, keeps_pending: bool = False) -> None:
+        super().begin(keeps_pending=keeps_pending)
+        self._divided_by, self._averages = None, []
+
+    def exchange(self, in_step: bool = False) -> None:
+        division = self.reducer.division
+        super().exchange(in_step)
+        if division is not None:
+            self._divided_by = division
+            self._note_averages()
+
+    def _note_averages(self) -> None:
+        self._averages = [
+            (slot, gradient, gradient._version)
+            for slot in self.slots
+            if slot.exchanged
+            and (gradient := slot.parameter.grad) is not None
+            and not is_sparse(gradient)
+        ]
+
+    def _check_averages(self) -> None:
+        for slot, gradient, version in self._averages:
+            now = slot.parameter.grad
+            if now is not None and (now is not gradient or gradient._version != version):
+                raise RuntimeError(
+                    f"the gradient of {slot.name!r} was changed after backward(). With "
+                    "shard_gradients=True, this rank has averages in its share of it only, so what "
+                    "depends on its values, such as a norm, is another number on each rank: clip "
+                    "by optimizer.clip_grad_norm_(), or omit shard_gradients"
+                )
+
+    def _drop_averages(self) -> None:
+        for slot, gradient, _ in self._averages:
+            if slot.parameter.grad is gradient:  # to which the next pass must not add
+                slot.parameter.grad = None
+
+    def _complete_averages(self) -> None:
+        """Give all ranks all averages, since the parameters are about to be divided again."""
+        if self._divided_by is None:
+            return
+        self._check_averages()
+        names, owners, parts, wholes = [], [], [], []
+        for slot, gradient, _ in self._averages:
+            flat = gradient.detach().reshape(-1)
+            if not gradient.is_contiguous():
+                wholes.append((gradient, flat))
+            for owner, (start, stop) in enumerate(self._divided_by[slot.index]):
+                if start != stop:
+                    names.append(slot.name)
+                    owners.append(owner)
+                    parts.append(flat[start:stop])
+        if parts:
+            receive(self._group, f"averages for {self._label}", owners, names, parts)
+        for gradient, flat in wholes:
+            gradient.detach().copy_(flat.view(gradient.shape))
+        self._divided_by, self._averages = None, []
+
+    def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
+        self.flush()
+        if self._divided_by is None:
+            return super().clip(max_norm, norm_type, error_if_nonfinite)
+        self._check_averages()
+        rank = self._group.rank
+        mine, norms = [], []
+        for slot, gradient, _ in self._averages:
+            start, stop = self._divided_by[slot.index][rank]
+            if start != stop:
+                mine.append(gradient.detach())
+                norms.append(torch.linalg.vector_norm(mine[-1].reshape(-1)[start:stop], norm_type))
+        is_largest = norm_type == math.inf
+        own = np.array([norm.item() for norm in norms])
+        with np.errstate(over="ignore"):
+            own = own.max(initial=0.0) if is_largest else (own**norm_type).sum()
+            found = allreduce(
+                np.array([own]),
+                op=Max if is_largest else Sum,
+                name=f"norm of the gradients for {self._label}",
+                group=self._group,
+            )[0]
+            total = float(found if is_largest else found ** (1 / norm_type))
+        if error_if_nonfinite and not math.isfinite(total):
+            raise RuntimeError(
+                f"the norm of order {norm_type} of the gradients is {total}, so they cannot be "
+                "clipped: omit error_if_nonfinite to scale them anyway"
+            )
+        factor = max_norm / (total + 1e-6)
+        for gradient in mine:
+            gradient.mul_(min(factor, 1.0) if factor == factor else factor)
+        self._note_averages()
+        return torch.tensor(total)
+
+    def check_scaling(self, is_fused: bool) -> None:
+        if self.takes_part and self.options.shard_gradients:
+            raise RuntimeError(
+                "GradScaler does not go with shard_gradients=True: it would look for inf in this "
+                "rank's share of the averages only, and each rank would decide separately whether "
+                "to skip the step. Omit shard_gradients, or use bfloat16 without a GradScaler"
+            )
+        super().check_scaling(is_fused)
+
     # A step.
 
     def take_step(self, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -182,6 +298,7 @@ class ShardedUpdate(GradientExchange):
             with torch.enable_grad():
                 loss = closure()
         state = self._shard()
+        self._check_averages()
         state.follow_parameters()
         changes = [self._updates_all or p.grad is not None for p in state.parameters]
         if state.shared is not None:
@@ -190,6 +307,7 @@ class ShardedUpdate(GradientExchange):
         with self._within_share(state):
             result = step(optimizer, *args, **kwargs)
         self._receive(state, changes)
+        self._drop_averages()
         return result if closure is None else loss
 
     @contextmanager
@@ -275,6 +393,7 @@ class ShardedUpdate(GradientExchange):
                 return state
             self.collect()
             state = self._attributes["state"]
+        self._complete_averages()
         self._check_shardable()
         has_state = [bool(state.get(p)) for p in parameters]
         takes_part = [
@@ -306,6 +425,8 @@ class ShardedUpdate(GradientExchange):
         known = set(map(id, parameters))
         sharded.own.update({key: x for key, x in state.items() if id(key) not in known})
         self._attributes["state"] = sharded
+        if self.options.shard_gradients:
+            self.reducer.division = _division(pieces, parameters, self._group.size)
         return sharded
 
     def _compare(self, pieces: Sequence[Piece]) -> None:
@@ -386,6 +507,18 @@ def _what_is_independent(optimizer: Any, given: bool | str) -> str:
             "optimizer that combines all parameters, such as LBFGS, cannot be sharded"
         )
     return known
+
+
+def _division(
+    pieces: Sequence[Piece], parameters: Sequence[Any], n_ranks: int
+) -> list[list[tuple[int, int]]]:
+    """Return which elements of each parameter belong to each rank: all to one, if to none."""
+    division = [[(0, 0)] * n_ranks for _ in parameters]
+    for i, start, stop, owner in pieces:
+        division[i][owner] = start, stop
+    for i in set(range(len(parameters))) - {piece.parameter for piece in pieces}:
+        division[i][0] = 0, parameters[i].numel()
+    return division
 
 
 def _is_dense(tensor: Any) -> bool:

@@ -16,7 +16,13 @@ import numpy as np
 
 from horo_lite import settings
 from horo_lite.adapters import Adapter, from_numpy, to_host
-from horo_lite.collectives.compression import COMPRESSORS, Compression, Compressor
+from horo_lite.arguments import QUANTIZED
+from horo_lite.collectives.compression import (
+    COMPRESSORS,
+    AutoCompressor,
+    Compression,
+    Compressor,
+)
 from horo_lite.collectives.reductions import Adasum, AnyOp, Average, Sum
 from horo_lite.ops import ranks_of
 from horo_lite.state.drift import check_reaction
@@ -73,6 +79,7 @@ class Options:
     gradient_as_bucket_view: bool = False
     shard_state: bool | str = False
     shared_parameters: bool = False
+    shard_gradients: bool = False
     adasum_of: str = "steps"
     takes_adasum: bool = False
 
@@ -90,6 +97,17 @@ class Options:
             raise ValueError(
                 "shared_parameters=True needs shard_state=True: otherwise each rank would update "
                 "all parameters in the memory that all ranks of the host share"
+            )
+        if self.shard_gradients and not self.shard_state:
+            raise ValueError(
+                "shard_gradients=True needs shard_state=True: otherwise each rank updates all "
+                "parameters, and needs all averages"
+            )
+        rounds = self.wire.wire in QUANTIZED or isinstance(self.compression, AutoCompressor)
+        if self.shard_gradients and rounds:
+            raise ValueError(
+                f"shard_gradients=True takes no compression {self.compression.name}: what int8 and "
+                "int4 round away is added to results that all ranks receive. Use fp16 or bf16"
             )
         if self.shard_state and self.combines_steps:
             raise ValueError(
@@ -170,6 +188,7 @@ class Options:
             ("gradient_as_bucket_view", str(bool(self.gradient_as_bucket_view))),
             ("shard_state", str(self.shard_state)),
             ("shared_parameters", str(bool(self.shared_parameters))),
+            ("shard_gradients", str(bool(self.shard_gradients))),
         ]
 
     def reducer(

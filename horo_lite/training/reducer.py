@@ -24,7 +24,14 @@ from horo_lite.collectives.compression import (
     OwnCompressor,
 )
 from horo_lite.collectives.handle import Handle
-from horo_lite.collectives.reductions import Adasum, AnyOp, Average, Sum, checked_weight
+from horo_lite.collectives.reductions import (
+    Adasum,
+    AnyOp,
+    Average,
+    Division,
+    Sum,
+    checked_weight,
+)
 from horo_lite.errors import MismatchError, NonFiniteError, PeerLostError, StallError, warn
 from horo_lite.recording import recorder
 from horo_lite.training.gradient_memory import (
@@ -238,6 +245,8 @@ class Reducer:
         }
         self._check_finite = check_finite
         self.shared: SharedMemory | None = None  # gradients in it are reduced in place
+        # By parameter, and rank, the elements that the rank needs; None: all ranks need all.
+        self.division: Sequence[Sequence[tuple[int, int]]] | None = None
         self.position = ""  # the owner's description of the next exchange, the same on every rank
         self._title = title
         self.number = 0  # of the optimizer, the same on every rank; 0 before its first step
@@ -279,6 +288,7 @@ class Reducer:
         self._together = tuple(together)
         self._plans: dict[object, Plan] = {}
         self._agreed = None
+        self.division = None
         self._step = self._new_step()
 
     def reset_counts(self) -> None:
@@ -438,7 +448,13 @@ class Reducer:
                 self._send(self._agreed.plan, bucket, [arrays[i] for i in bucket])
         if rest:
             names = [self._parameters[i][0] for i in rest]
-            self._exchange([arrays[i] for i in rest], names, self._label, shared=self.shared)
+            self._exchange(
+                [arrays[i] for i in rest],
+                names,
+                self._label,
+                shared=self.shared,
+                division=self._division(rest),
+            )
         for handle in handles:
             self.group.synchronize(handle)
         if copied:
@@ -765,15 +781,24 @@ class Reducer:
         handles = self._step.handles
         number = len(handles) + 1
         label = f"{self._label}, bucket {number} of {len(plan.buckets)} ({_some_of(names)})"
+        division = self._division(bucket)
         if not follows:
-            sent = self._exchange(arrays, names, label, follows=False)
+            sent = self._exchange(arrays, names, label, follows=False, division=division)
             if sent:
                 handles.append(Handle(label, None, lambda: None))
             return bool(sent)
         # A stream keeps operations in order, so names need not be matched.
+        how: dict[str, Any]
         how = {"in_order": True} if plan.gpu and self._compares_later() else {"shared": self.shared}
+        how["division"] = division
         handles.append(self._exchange(arrays, names, label, self.group.exchange_async, **how))
         return True
+
+    def _division(self, chosen: Sequence[int]) -> Division:
+        if self.division is None:
+            return ()
+        of_ranks = zip(*(self.division[i] for i in chosen), strict=True)
+        return tuple(of_ranks)
 
     def _exchange(
         self,
