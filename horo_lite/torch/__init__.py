@@ -20,6 +20,7 @@ from horo_lite.horovod.process_sets import *
 from horo_lite.horovod.world import *
 from horo_lite.ops import irecv, isend, recv, send
 from horo_lite.start.trace import start_timeline, stop_timeline
+from horo_lite.start.traffic import Stats, stats
 from horo_lite.state.drift import fingerprint
 from horo_lite.torch import elastic
 from horo_lite.torch.compression import Compression
