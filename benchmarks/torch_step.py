@@ -22,11 +22,12 @@ after it, and "barrier" is a step in which ranks only wait for each other. `--co
 25 MiB" "buckets of 4 MiB" …` compares bucket sizes, with `--link-mbit 1000` between hosts with one
 rank each: network namespaces of this machine, which need root.
 
-With `--contenders "state divided" "one copy" "DDP gloo, ZeroRedundancyOptimizer"` each rank updates
-its share of the parameters only: the additional time is that of the exchange, minus the update that
-other ranks do. Then "updates" is the time of exchange and update, in updates of all parameters by
-one rank while the others sleep. "one copy" has one of the parameters for all ranks of the host.
-`--optimizers fused-adam` has the fastest update.
+With `--contenders "state divided" "gradients divided" "one copy" "DDP gloo,
+ZeroRedundancyOptimizer"` each rank updates its share of the parameters only: the additional time is
+that of the exchange, minus the update that other ranks do. Then "updates" is the time of exchange
+and update, in updates of all parameters by one rank while the others sleep. "gradients divided"
+receives the averages of its share only, which are not compared; "one copy" has one of the
+parameters for all ranks of the host. `--optimizers fused-adam` has the fastest update.
 
 "DDP, nothing exchanged" is DistributedDataParallel with a communication hook that leaves every
 bucket unchanged (torch's `noop_hook`): a step's additional time over it is that of DDP's exchange.
@@ -80,7 +81,12 @@ LOCAL = "no communication"
 NOTHING = "DDP, nothing exchanged"
 BARRIER = "barrier"
 SHARED = "horo_lite fp32, shared"
-DIVIDED = "state divided", "one copy", "DDP gloo, ZeroRedundancyOptimizer"
+DIVIDED = (
+    "state divided",
+    "gradients divided",
+    "one copy",
+    "DDP gloo, ZeroRedundancyOptimizer",
+)
 TURNS = {"sums": 10, "waiting": 6, "resnet50": 6, "transformer": 6}
 BACKWARD_PER_EXCHANGE = 3  # of "waiting"
 
@@ -311,7 +317,7 @@ class Contender:
 
     def check(self) -> None:
         """Check that its gradients are the average over the ranks, if it exchanges any."""
-        if self.name in (LOCAL, NOTHING, BARRIER):
+        if self.name in (LOCAL, NOTHING, BARRIER, "gradients divided"):
             return
         for i, (p, average) in enumerate(
             zip(self.module.parameters(), self.model.averages, strict=True)
@@ -482,11 +488,12 @@ OTHERS: dict[str, tuple[torch.dtype, Callable[[Contender], None]]] = {
         torch.float32,
         horo_lite("none", gradient_as_bucket_view=True, shard_state=True),
     ),
-    DIVIDED[1]: (
+    DIVIDED[1]: (torch.float32, horo_lite("none", shard_state=True, shard_gradients=True)),
+    DIVIDED[2]: (
         torch.float32,
         horo_lite("none", gradient_as_bucket_view=True, shard_state=True, shared_parameters=True),
     ),
-    DIVIDED[2]: (torch.float32, zero_redundancy),
+    DIVIDED[3]: (torch.float32, zero_redundancy),
 } | {
     f"buckets of {mib} MiB": (torch.float32, horo_lite("none", bucket_bytes=mib << 20))
     for mib in (1, 2, 4, 8, 16, 25, 50, 100)

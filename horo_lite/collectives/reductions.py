@@ -381,11 +381,6 @@ class Exchange(AllReduce):
         described = super().describe(part)
         return f"{described}\ndivided: {self.division}" if self.division else described
 
-    def participation(self, part: Part, ranks: Sequence[int], joined: Sequence[int]) -> StandIn:
-        if self.division:
-            return needs_all(part.label)(joined)
-        return super().participation(part, ranks, joined)
-
     @property
     def scatters(self) -> bool:
         return bool(self.division) and self.op is not Adasum

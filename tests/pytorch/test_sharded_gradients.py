@@ -89,9 +89,13 @@ def test_each_rank_has_averages_in_its_share_and_its_own_gradient_elsewhere() ->
         parameter = nn.Parameter(torch.zeros(600))
         optimizer = wrap(torch.optim.SGD([parameter], lr=1.0, momentum=0.9), group)
         seen = []
-        for _ in range(3):
+        for step in range(3):
             optimizer.zero_grad()
-            (parameter.sum() * (group.rank + 1)).backward()
+            if step < 2:
+                (parameter.sum() * (group.rank + 1)).backward()
+            else:
+                parameter.grad = torch.full((600,), group.rank + 1.0)
+                optimizer.synchronize()
             seen.append(parameter.grad.tolist())
             optimizer.step()
             assert (parameter.grad is None) == (len(seen) > 1)
