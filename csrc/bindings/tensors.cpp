@@ -135,7 +135,8 @@ Tensors::Tensors(nb::sequence arrays, bool writable, std::optional<intptr_t> str
 
 Tensors::Tensors(const Tensors& like, size_t first, size_t last) : TensorList(like, first, last) {}
 
-Tensors::Tensors(const Tensors& whole, nb::object owner, const std::vector<std::pair<int64_t, int64_t>>& rows, bool flat)
+Tensors::Tensors(const Tensors& whole, nb::object owner, const std::vector<std::pair<int64_t, int64_t>>& rows,
+                 bool flat)
     : TensorList(whole) {
   if (flat) flatten();
   keep_rows(rows);
