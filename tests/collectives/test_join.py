@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from home_made import Parameter
 from launch import RanksFailedError, run_ranks, run_threads
 from worlds import on_ranks
 
@@ -231,12 +232,6 @@ def test_unnamed_numbers_stay_alike_after_unmatched_operations() -> None:
     run_threads(2, rank)
 
 
-class Parameter:
-    def __init__(self, value: Any) -> None:
-        self.data = np.array(value, np.float32)
-        self.grad: Any = None
-
-
 def test_optimizers_are_counted_alike_after_a_join_whichever_a_rank_has_kept() -> None:
     """Python may have collected an unused one on some ranks only."""
 
@@ -246,7 +241,7 @@ def test_optimizers_are_counted_alike_after_a_join_whichever_a_rank_has_kept() -
 
         kept = []
         for _ in range(2):
-            parameter = Parameter([0.0, 0.0])
+            parameter = Parameter(np.zeros(2, np.float32))
             parameter.grad = np.full(2, group.rank + 1.0)
             one = reducer(parameter)
             one.finish()
@@ -265,7 +260,7 @@ def test_averages_count_all_ranks_or_all_samples(weighted: bool) -> None:
     counts = [3, 5, 0]
 
     def rank(group: Group) -> list[Any]:
-        parameters = [Parameter([0.0, 0.0]), Parameter([0.0]), Parameter([0.0])]
+        parameters = [Parameter(np.zeros(n, np.float32)) for n in (2, 1, 1)]
         named = [(f"p{i}", p) for i, p in enumerate(parameters)]
         reducer = Reducer(group, adapter_of(parameters[0]), named, bucket_bytes=4)
         results = []
@@ -343,7 +338,7 @@ def test_random_programs_that_ranks_leave_anywhere(seed: int) -> None:
 
     def rank(group: Group) -> list[int]:
         r, rng = group.rank, random.Random(100 * seed + group.rank)
-        slots = [Parameter(np.zeros(n)) for n in (5, 3, 2)]
+        slots = [Parameter(np.zeros(n, np.float32)) for n in (5, 3, 2)]
         named = [(f"p{i}", slot) for i, slot in enumerate(slots)]
         reducer = Reducer(group, adapter_of(slots[0]), named, bucket_bytes=16)
 

@@ -26,25 +26,15 @@ NUMPY = """
 import os, time
 import numpy as np
 import horo_lite as hvd
-
-class Parameter:
-    def __init__(self, n):
-        self.data, self.grad = np.zeros(n), None
-
-class Sgd:
-    def __init__(self, params):
-        self.params = params
-
-    def step(self):
-        for p in self.params.values():
-            p.data -= p.grad
+from home_made import SGD, Parameter
 
 path = os.environ["TRACE"]
 world = hvd.init()
 rank = world.rank
 hvd.allreduce(np.ones(3), name="before")
 hvd.start_timeline(path)
-opt = hvd.DistributedOptimizer(Sgd({"weight": Parameter(40), "bias": Parameter(5)}))
+params = {name: Parameter(np.zeros(n)) for name, n in (("weight", 40), ("bias", 5))}
+opt = hvd.DistributedOptimizer(SGD(params))
 for _ in range(2):
     for p in opt.params.values():
         p.grad = np.full(p.data.shape, float(rank))

@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 import numpy as np
+from home_made import SGD, Parameter
 
 import horo_lite as hvd
 from horo_lite import new_group, world
@@ -24,24 +25,14 @@ def ones(*shape: int, dtype: Any = np.float32) -> np.ndarray:
     return np.ones(shape, dtype)
 
 
-class Parameter:
-    def __init__(self, shape: Sequence[int], dtype: Any = np.float32) -> None:
-        self.data, self.grad = ones(*shape, dtype=dtype), ones(*shape, dtype=dtype)
-
-
-class Descent:
-    def __init__(self, params: list[Parameter]) -> None:
-        self.params = params
-
-    def step(self) -> None:
-        for p in self.params:
-            p.data -= p.grad
+def parameter(n: int, dtype: Any = np.float32) -> Parameter:
+    return Parameter(ones(n, dtype=dtype), ones(n, dtype=dtype))
 
 
 def step(names: str, *params: Parameter, compression: Any = none) -> None:
     named = list(zip(names.split(), params, strict=True))
     hvd.DistributedOptimizer(
-        Descent(list(params)), named_parameters=named, compression=compression
+        SGD(list(params)), named_parameters=named, compression=compression
     ).step()
 
 
@@ -152,18 +143,18 @@ def generic() -> list[Row]:
             lambda: g.broadcast_parameters({"bias": two}), ["weight", "bias"]),
         Row("broadcast_parameters: number", lambda: g.broadcast_parameters({"a": two}),
             lambda: g.broadcast_parameters({"a": two, "b": two}), ["b"]),
-        Row("gradients: names", lambda: step("weight bias", Parameter([2]), Parameter([3])),
-            lambda: step("weight other", Parameter([2]), Parameter([3])), ["bias", "other"]),
-        Row("gradients: shapes", lambda: step("weight bias", Parameter([2]), Parameter([3])),
-            lambda: step("weight bias", Parameter([2]), Parameter([4])), ["bias", "3", "4"]),
-        Row("gradients: dtypes", lambda: step("weight", Parameter([2])),
-            lambda: step("weight", Parameter([2], np.float64)), ["weight", "float32", "float64"]),
-        Row("gradients: number", lambda: step("weight", Parameter([2])),
-            lambda: step("weight more", Parameter([2]), Parameter([3])), ["1", "2"]),
-        Row("gradients: order", lambda: step("a b", Parameter([2]), Parameter([3])),
-            lambda: step("b a", Parameter([3]), Parameter([2])), ["a", "b"]),
-        Row("gradients: compression", lambda: step("weight", Parameter([2])),
-            lambda: step("weight", Parameter([2]), compression=fp16), ["none", "fp16"]),
+        Row("gradients: names", lambda: step("weight bias", parameter(2), parameter(3)),
+            lambda: step("weight other", parameter(2), parameter(3)), ["bias", "other"]),
+        Row("gradients: shapes", lambda: step("weight bias", parameter(2), parameter(3)),
+            lambda: step("weight bias", parameter(2), parameter(4)), ["bias", "3", "4"]),
+        Row("gradients: dtypes", lambda: step("weight", parameter(2)),
+            lambda: step("weight", parameter(2, np.float64)), ["weight", "float32", "float64"]),
+        Row("gradients: number", lambda: step("weight", parameter(2)),
+            lambda: step("weight more", parameter(2), parameter(3)), ["1", "2"]),
+        Row("gradients: order", lambda: step("a b", parameter(2), parameter(3)),
+            lambda: step("b a", parameter(3), parameter(2)), ["a", "b"]),
+        Row("gradients: compression", lambda: step("weight", parameter(2)),
+            lambda: step("weight", parameter(2), compression=fp16), ["none", "fp16"]),
     ]  # fmt: skip
 
 

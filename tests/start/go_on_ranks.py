@@ -7,6 +7,7 @@ import time
 
 import numpy as np
 import pytest
+from home_made import SGD, Parameter
 
 import horo_lite as hvd
 
@@ -16,28 +17,10 @@ def init():
     return world.rank, world.size
 
 
-class Parameter:
-    def __init__(self, data):
-        self.data, self.grad = np.array(data, np.float64), None
-
-
-class Sgd:
-    def __init__(self, params):
-        self.params = params
-
-    def zero_grad(self):
-        for p in self.params.values():
-            p.grad = None
-
-    def step(self):
-        for p in self.params.values():
-            p.data -= 0.25 * p.grad
-
-
 class NumpyModel:
     def __init__(self):
-        self.params = {"w": Parameter(np.arange(6.0)), "b": Parameter([1.0, -1.0])}
-        self.optimizer = Sgd(self.params)
+        self.params = {"w": Parameter(np.arange(6.0)), "b": Parameter(np.array([1.0, -1.0]))}
+        self.optimizer = SGD(self.params, 0.25)
 
     def distribute(self):
         self.optimizer = hvd.DistributedOptimizer(self.optimizer)

@@ -39,6 +39,7 @@ import warnings
 import numpy as np
 import horo_lite as hvd
 import horo_lite.torch as hvt
+from home_made import SGD, Parameter
 
 world = hvd.init()
 rank, size = world.rank, world.size
@@ -82,20 +83,9 @@ if evens.included():
     assert hvt.allgather_object(rank, process_set=evens) == [0, size - 1]
 
 # An optimizer on shards, against one process; one rank without a last batch.
-class SGD:
-    def __init__(self, params):
-        self.params = params
-    def step(self):
-        for p in self.params:
-            p.data -= 0.1 * p.grad
-
-class Param:
-    def __init__(self):
-        self.data, self.grad = np.full(3, float(rank), np.float32), None
-
-p = Param()
+p = Parameter(np.full(3, float(rank), np.float32))
 hvd.broadcast_parameters([p], root_rank=1)
-opt = hvd.DistributedOptimizer(SGD([p]), check_every=1)
+opt = hvd.DistributedOptimizer(SGD([p], 0.1), check_every=1)
 alone = np.full(3, 1.0, np.float32)
 for step in range(4):
     batch = np.arange(size * 2, dtype=np.float32).reshape(size, 2) - step

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from home_made import Parameter
 from launch import RanksFailedError, run_threads
 
 from horo_lite import adapters
@@ -17,12 +18,6 @@ from horo_lite.state.broadcast import broadcast_optimizer_state, broadcast_param
 from horo_lite.state.drift import check_in_sync
 from horo_lite.training.gradients import average_gradients
 from horo_lite.training.optimizer import DistributedOptimizer
-
-
-class Parameter:
-    def __init__(self, data: Any) -> None:
-        self.data = data
-        self.grad: Any = None
 
 
 class Pair(NamedTuple):

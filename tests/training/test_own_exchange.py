@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from home_made import SGD, Parameter
 from worlds import on_ranks
 
 import horo_lite as hvd
@@ -61,18 +62,8 @@ def test_the_law_finds_compressors_that_lose_something(kind: str) -> None:
     assert on_ranks(fails, 2, kind) == [True, True]
 
 
-class Parameter:
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        self.data, self.grad = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
-
-
-class SGD:
-    def __init__(self, params: list[Parameter]) -> None:
-        self.params = params
-
-    def step(self) -> None:
-        for p in self.params:
-            p.data -= p.grad
+def zeros(shape: tuple[int, ...]) -> Parameter:
+    return Parameter(np.zeros(shape, np.float32), np.zeros(shape, np.float32))
 
 
 def gradient(step: int, rank: int, shape: tuple[int, ...]) -> np.ndarray:
@@ -85,7 +76,7 @@ N_BATCHES = (3, 5)  # of each rank
 
 def train(which: str, weighted: bool) -> list[np.ndarray]:
     rank = hvd.init().rank
-    params = [Parameter(shape) for shape in SHAPES]
+    params = [zeros(shape) for shape in SHAPES]
     own = compressor(which) if which else hvd.Compression.none
     opt = hvd.DistributedOptimizer(SGD(params), compression=own, check_every=1)
     for step in range(5 if weighted else N_BATCHES[rank]):
@@ -144,7 +135,7 @@ class Raises(hvd.Compressor):
 def goes_on() -> list[str]:
     rank = hvd.init().rank
     own = Raises("raises")
-    opt = hvd.DistributedOptimizer(SGD([Parameter((3,))]), compression=own)
+    opt = hvd.DistributedOptimizer(SGD([zeros((3,))]), compression=own)
     try:
         opt.step()
     except Exception as error:

@@ -6,6 +6,7 @@ import warnings
 
 import numpy as np
 import pytest
+from home_made import SGD, Parameter
 from worlds import on_ranks
 
 import horo_lite as hvd
@@ -18,18 +19,8 @@ SHAPES = {"weight": (40, 300), "bias": (7,), "half": (500,)}
 N_STEPS = 30
 
 
-class Parameter:
-    def __init__(self, shape: tuple[int, ...], dtype: str) -> None:
-        self.data, self.grad = np.zeros(shape, np.float64), np.zeros(shape, dtype)
-
-
-class SGD:
-    def __init__(self, params: dict[str, Parameter]) -> None:
-        self.params = params
-
-    def step(self) -> None:
-        for p in self.params.values():
-            p.data += p.grad
+def zeros(shape: tuple[int, ...], dtype: str) -> Parameter:
+    return Parameter(np.zeros(shape, np.float64), np.zeros(shape, dtype))
 
 
 def gradients(step: int, rank: int) -> dict[str, np.ndarray]:
@@ -50,11 +41,11 @@ def train(
         warnings.simplefilter("always")
         world = hvd.init()
         params = {
-            name: Parameter(shape, "float16" if name == "half" else "float32")
+            name: zeros(shape, "float16" if name == "half" else "float32")
             for name, shape in SHAPES.items()
         }
         opt = hvd.DistributedOptimizer(
-            SGD(params), compression=compression, check_every=1, bucket_bytes=20_000
+            SGD(params, -1.0), compression=compression, check_every=1, bucket_bytes=20_000
         )
         sizes = []
         for step in range(N_STEPS):
@@ -156,8 +147,8 @@ def what_is_left_over_belongs_to_its_elements() -> dict[str, tuple[list[bytes], 
     found = {}
     # The memory order changes between steps, and differs between ranks.
     for kind in "C", "mixed":
-        p, results = Parameter((30, 40), "float32"), []
-        opt = hvd.DistributedOptimizer(SGD({"x": p}), compression=int4)
+        p, results = zeros((30, 40), "float32"), []
+        opt = hvd.DistributedOptimizer(SGD({"x": p}, -1.0), compression=int4)
         for step in range(6):
             order = "CF"[(step // 2 + rank * (step % 2)) % 2] if kind == "mixed" else "C"
             p.grad = given(step).copy(order)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from home_made import Parameter
 from launch import RanksFailedError, run_threads
 from worlds import on_ranks
 
@@ -22,15 +23,7 @@ from horo_lite.state.broadcast import broadcast_optimizer_state, broadcast_param
 from horo_lite.state.drift import check_in_sync
 from horo_lite.training.optimizer import DistributedOptimizer
 
-Net = dict[str, "Parameter"]
-
-
-class Parameter:
-    """Holds its value in `.data`, like those of most home-made frameworks."""
-
-    def __init__(self, data: Any) -> None:
-        self.data = data
-        self.grad: Any = None
+Net = dict[str, Parameter]
 
 
 class Momentum:

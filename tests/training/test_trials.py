@@ -9,6 +9,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from home_made import SGD, Parameter
 from worlds import on_ranks
 
 import horo_lite as hvd
@@ -18,20 +19,6 @@ pytestmark = [pytest.mark.served, pytest.mark.timeout(60)]
 
 N = 64 * 1024
 SENT = {"none": 4 * N, "fp16": 2064 * N // 1024, "int8": 260 * N // 256, "int4": 132 * N // 256}
-
-
-class Parameter:
-    def __init__(self) -> None:
-        self.data, self.grad = np.zeros(N, np.float64), np.zeros(N, np.float32)
-
-
-class SGD:
-    def __init__(self, params: list[Parameter]) -> None:
-        self.params = params
-
-    def step(self) -> None:
-        for p in self.params:
-            p.data -= p.grad
 
 
 def train(
@@ -51,7 +38,7 @@ def train(
         end_step(self, what, counts=counts)
 
     rank = hvd.init().rank
-    p, sent = Parameter(), []
+    p, sent = Parameter(np.zeros(N, np.float64), np.zeros(N, np.float32)), []
     with (
         contextlib.redirect_stderr(io.StringIO()) as said,
         mock.patch.object(trials.Trials, "end_step", timed),
