@@ -183,7 +183,7 @@ test-mpich-jobs:
 mutants: $(QUICK_READY) ## check that `make test` finds one-line changes that matter: MUTANTS="weight fp16", or all (12 minutes)
 	@$(MPI_DEMAND) $(PY) tests/mutants.py $(MUTANTS) -- -m "$(IN_QUICK)" $(call at_once,2) $(ARGS)
 
-test-frameworks: $(addprefix framework-,$(FRAMEWORKS)) ## test JAX, Keras, NNabla and more, each in its own environment
+test-frameworks: $(addprefix framework-,$(FRAMEWORKS)) ## test JAX, Keras, NNabla and more, in environments of their own if they need one
 
 CLUSTERS ?= ray dask spark
 test-clusters: .venv-clusters/.ready ## test hvd.run on CLUSTERS="ray dask spark", started on this machine; Spark needs Java
@@ -195,9 +195,9 @@ test-clusters: .venv-clusters/.ready ## test hvd.run on CLUSTERS="ray dask spark
 # Stand-ins need no other packages.
 STAND_INS := $(foreach name,$(KNOWN_FRAMEWORKS),$(if $(shell grep -v '^\#' tests/frameworks/$(name).txt),,$(name)))
 UNTESTABLE := $(if $(PYTHON310),,nnabla)
-# PyTorch's own tests need little but PyTorch, which $(VENV) has, if it is the same.
-BESIDE_TORCH := $(if $(filter $(TORCH),$(shell cat tests/frameworks/c10d.txt)),c10d)
-ready_of = $(if $(filter $1,$(STAND_INS)),$(VENV)/.test,$(if $(filter $1,$(BESIDE_TORCH)),$(VENV)/.$1,.venv-$1/.ready))
+# Python code that needs nothing, or only what $(VENV) has: PyTorch's own tests, if it is the same PyTorch.
+BESIDE := autograd tinygrad $(if $(filter $(TORCH),$(shell cat tests/frameworks/c10d.txt)),c10d)
+ready_of = $(if $(filter $1,$(STAND_INS)),$(VENV)/.test,$(if $(filter $1,$(BESIDE)),$(VENV)/.$1,.venv-$1/.ready))
 
 TESTABLE := $(filter-out $(UNTESTABLE),$(KNOWN_FRAMEWORKS))
 
@@ -373,14 +373,14 @@ $(VENV)/.torch: pyproject.toml | $(VENV)/.test
 	@$(PY) $(PIP) $(TORCH)
 	@touch $@
 
-$(addprefix $(VENV)/.,$(BESIDE_TORCH)): $(VENV)/.%: tests/frameworks/%.txt | $(VENV)/.torch
-	@$(PY) $(PIP) -r $<
+$(addprefix $(VENV)/.,$(BESIDE)): $(VENV)/.%: tests/frameworks/%.txt | $(QUICK_READY)
+	@$(ONE_AT_A_TIME) $(PY) $(PIP) -r $<
 	@touch $@
 
-# If NNabla needs another Python, the core is built for that, too: only for this machine's CPU, since
-# the kernels are tested elsewhere, and without GPU support, which NNabla could not use here.
+# If NNabla needs another Python, the core is built for that, too: with kernels for all CPUs that are not
+# optimized, since they are tested elsewhere, and without GPU support, which NNabla could not use here.
 PYTHON_nnabla := $(PYTHON310)
-BUILD_nnabla = $(if $(filter 3.10,$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')),,HORO_LITE_CUDA=0 HORO_LITE_QUICK_BUILD=1)
+BUILD_nnabla = $(if $(filter 3.10,$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')),,HORO_LITE_CUDA=0 HORO_LITE_QUICK_BUILD=1 CMAKE_ARGS=-DHORO_LITE_PORTABLE=ON)
 .venv-nnabla/.ready: $(SOURCES)
 
 # A framework is installed while the core is compiled, which takes most of the time.
