@@ -12,16 +12,27 @@ Each rank is a separate process; nothing here needs `mx.distributed`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from mlx.optimizers import Optimizer
+from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 
 # ruff: noqa: F403
 from horo_lite import *
 from horo_lite import Average, Compression, Compressor, Group, Op, average_gradients
+from horo_lite.adapters import from_numpy, to_host
+from horo_lite.ops import ranks_of
 from horo_lite.state.wrapper import Sharing, sharing
 from horo_lite.training.options import Options
+from horo_lite.training.sharding import (
+    check_not_lost,
+    collected,
+    compare_division,
+    divide,
+    receive_values,
+)
 
 
 def DistributedOptimizer(  # noqa: N802 (Horovod's name)
@@ -31,6 +42,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     compression: Compressor = Compression.none,
     name: str | None = None,
     group: Group | None = None,
+    shard_state: bool = False,
 ) -> Any:
     """Return an optimizer whose `update` and `apply_gradients` first average over all ranks.
 
@@ -41,6 +53,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     Both methods take `weight=`, this rank's number of samples, on every rank or on none: the
     average is then the mean over all samples, however uneven the batches. The gradients that are
     passed are not changed. See `average_gradients` for options and errors.
+
+    With shard_state=True, each rank has the state of its share of the parameters only, which are
+    dealt whole, by size; `whole_state` collects it. See docs/how-to/shard-state.md.
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"{optimizer!r} is not an optimizer of mlx.optimizers")
@@ -56,7 +71,30 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             group=group,
         )
 
-    return sharing(optimizer, Averaging, _average=average)
+    if not shard_state:
+        return sharing(optimizer, Averaging, _average=average)
+    return sharing(
+        optimizer,
+        ShardedAveraging,
+        _average=average,
+        _asked=group,
+        _owners=None,
+        _is_compared=False,
+    )
+
+
+def whole_state(optimizer: Any) -> Any:
+    """Return the state of an optimizer with shard_state=True, as it would be without.
+
+    Every rank calls it, and receives all of it. To continue, in a job with any number of ranks, set
+    `optimizer.state` to it on every rank.
+
+    Args:
+        optimizer: What `DistributedOptimizer` has returned; of others, it is `optimizer.state`.
+    """
+    if not isinstance(optimizer, ShardedAveraging):
+        return optimizer.state
+    return optimizer.whole_state()
 
 
 class Averaging(Sharing):
@@ -72,3 +110,142 @@ class Averaging(Sharing):
     ) -> Any:
         averages = self._average(gradients, weight)
         return super().apply_gradients(averages, parameters)  # type: ignore[misc]
+
+
+class ShardedAveraging(Averaging):
+    """Base class of a wrapped optimizer with shard_state=True.
+
+    Its state has nothing for the parameters of other ranks. Before `init` or the first step, and
+    after a state was set, it is whole, and `_owners` is None.
+    """
+
+    _asked: Group | None
+    _group: Group
+    _owners: dict[str, int] | None
+    _is_compared: bool
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether no rank has the state of all parameters, so that reading it is collective."""
+        return self._owners is not None
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the ranks that have the parts are no longer the ranks of a world."""
+        return self.is_sharded and self._group.is_closed
+
+    @property
+    def state(self) -> Any:
+        """This rank's share of the state, in place of which that of all ranks can be set."""
+        return super(ShardedAveraging, type(self)).state.fget(self)  # type: ignore[misc]
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self._set_state(state)
+        self._owners, self._is_compared = None, False
+
+    def _set_state(self, state: Any) -> None:
+        super(ShardedAveraging, type(self)).state.fset(self, state)  # type: ignore[misc]
+
+    def init(self, parameters: Any) -> None:
+        """Make the state of this rank's share of the parameters."""
+        named = tree_flatten(parameters)
+        self._group = ranks_of(self._asked)
+        sizes = [math.prod(x.shape) for _, x in named]
+        pieces = divide(sizes, [False] * len(named), self._group.size)
+        owners = {named[piece.parameter][0]: piece.owner for piece in pieces}
+        leaves = tree_flatten(self.state)
+        kept = [(name, x) for name, x in leaves if self._is_kept(name, owners)]
+        known = {_parameter_of(name, owners) for name, _ in leaves} - {None}
+        missing = [name for name in owners if name not in known]
+        if known and missing:
+            raise ValueError(
+                f"the state of this {type(self).__name__} has nothing for the parameter "
+                f"{missing[0]!r}: set the state of all ranks, which hvd.whole_state() returns"
+            )
+        if len(kept) < len(leaves):
+            self._set_state(tree_unflatten(kept))
+        super().init(_tree((name, x) for name, x in named if owners[name] == self._group.rank))  # type: ignore[misc]
+        self._owners = owners
+
+    def apply_gradients(
+        self, gradients: Any, parameters: Any, *, weight: float | None = None
+    ) -> Any:
+        averages = self._average(gradients, weight)
+        named = tree_flatten(averages)
+        values = dict(tree_flatten(parameters))
+        label = f"parameters of a {type(self).__name__} with shard_state=True"
+        state = {} if self.is_sharded else dict(tree_flatten(self.state))  # init() changes it
+        if not self.is_sharded:
+            self.init(averages)
+        check_not_lost(self._group, ranks_of(self._asked), "a whole_state()")
+        assert self._owners is not None
+        if not self._is_compared:
+            dealt = [f"{name!r}: rank {owner}" for name, owner in self._owners.items()]
+            compared = [(name, values[name]) for name, _ in named]
+            compare_division(self._group, label, dealt, compared, lambda: state)
+            self._is_compared = True
+        owners = self._owners
+        for name, _ in named:
+            if name not in owners:
+                raise ValueError(
+                    f"{name!r} is not among the parameters between which shard_state=True has "
+                    "divided the state: make a DistributedOptimizer of all parameters that are "
+                    "trained, or set optimizer.state to what hvd.whole_state() returns"
+                )
+        mine = _tree((name, x) for name, x in named if owners[name] == self._group.rank)
+        # Not that of Averaging, which would average again.
+        updated = super(Averaging, self).apply_gradients(mine, parameters)  # type: ignore[misc]
+        values.update(tree_flatten(updated))
+        places = [owners[name] for name, _ in named]
+        results = [(name, values[name]) for name, _ in named]
+        received = receive_values(self._group, label, places, results)
+        values = {name: x for (name, _), x in zip(named, received, strict=True)}
+        return tree_map_with_path(lambda path, _: values[path], averages)
+
+    def whole_state(self) -> Any:
+        """Return the state of all parameters. Collective if it is divided."""
+        leaves = tree_flatten(self.state)
+        owners = self._owners
+        if owners is None:
+            return self.state
+        check_not_lost(self._group, ranks_of(self._asked), "a whole_state()")
+        mine = {name: to_host(x) for name, x in leaves if _parameter_of(name, owners)}
+        label = f"state of a {type(self).__name__} with shard_state=True"
+        like = next((x for _, x in leaves), None)
+        everything = dict(leaves)
+        for name, x in collected(self._group, label, mine).items():
+            everything.setdefault(name, from_numpy(x, like))
+        return tree_unflatten(sorted(everything.items()))
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise RuntimeError(
+            "an optimizer with shard_state=True cannot be copied or pickled, since this rank has a "
+            "share of its state only: copy or save what hvd.whole_state(optimizer) returns, which "
+            "every rank must call"
+        )
+
+    def _is_kept(self, name: str, owners: dict[str, int]) -> bool:
+        parameter = _parameter_of(name, owners)
+        return parameter is None or owners[parameter] == self._group.rank
+
+
+def _tree(named: Any) -> Any:
+    """Return the tree of these leaves; empty places in its lists are empty dicts."""
+    leaves = list(named)
+    return tree_unflatten(leaves) if leaves else {}
+
+
+def _parameter_of(leaf: str, owners: dict[str, int]) -> str | None:
+    """Return the parameter to which a leaf of the state belongs, by their paths; None for all.
+
+    A leaf of the parameter "layers.0.weight" is "layers.0.weight.m", and of a MultiOptimizer
+    "states.1.layers.0.weight.m".
+    """
+    parts = leaf.split(".")
+    for first in (0, 2):
+        for last in range(len(parts) - 1, first, -1):
+            name = ".".join(parts[first:last])
+            if name in owners and (first == 0 or parts[0] == "states"):
+                return name
+    return None

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from mlx.nn import Module
-from mlx.optimizers import Optimizer
+from mlx.optimizers import MultiOptimizer, Optimizer
 from mlx.utils import tree_flatten, tree_unflatten
 
 from horo_lite.adapters.object import Adapter, Array, Named
@@ -19,6 +19,7 @@ class MlxAdapter(Adapter):
 
     mutable = False
     face = "horo_lite.mlx"
+    steps = ("update", "apply_gradients")  # `step` is a number
     array_types = (mx.array,)
 
     def matches(self, obj: object) -> bool:
@@ -39,6 +40,16 @@ class MlxAdapter(Adapter):
             return None
         found: Named = tree_flatten(owner.parameters() if buffers else owner.trainable_parameters())
         return found
+
+    def state(self, optimizer: Any) -> Any | None:
+        is_divided = hasattr(optimizer, "is_sharded")
+        if not is_divided and not isinstance(optimizer, MultiOptimizer):
+            return None  # found in its attributes
+        leaves = tree_flatten(optimizer.whole_state() if is_divided else optimizer.state)
+        return {name: np.array(self.value(x)) for name, x in leaves}
+
+    def set_state(self, optimizer: Any, state: Any) -> None:
+        optimizer.state = tree_unflatten([(k, self.from_numpy(x, None)) for k, x in state.items()])
 
     def compute(self, parameters: Sequence[Any]) -> None:
         _compute([p.grad for p in parameters if isinstance(p.grad, mx.array)])

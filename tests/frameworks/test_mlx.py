@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 from contract import Contract, raises, samples
 from digits_runs import accuracy_of
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_unflatten
 from worlds import on_ranks
 
 import horo_lite
@@ -190,6 +191,100 @@ def states() -> None:
 
 def test_arrays_and_states() -> None:
     on_ranks(states, 3, timeout_s=120)
+
+
+def sharded_states() -> None:
+    """With the same bits as an undivided optimizer, whose state is that of all ranks."""
+    world = hvd.init()
+    rank, size = world.rank, world.size
+
+    def step(net: Any, opt: Any, n: int) -> None:
+        x, y = samples(4, 10 * n + rank)
+        x = mx.array(np.moveaxis(x, 1, -1))
+        opt.update(net, nn.value_and_grad(net, loss_of)(net, x, mx.array(y))[1], weight=1 + rank)
+
+    def check_alike(nets: Any, opts: Any) -> None:
+        trained = [net.parameters() for net in nets]
+        for one, other in (trained, [hvd.whole_state(opt) for opt in opts]):
+            mine, theirs = (dict(tree_flatten(x)) for x in (one, other))
+            assert mine.keys() == theirs.keys()
+            for name, x in values(mine).items():
+                np.testing.assert_array_equal(x, values(theirs)[name], err_msg=name)
+        hvd.check_in_sync(nets[0])
+
+    def n_elements(opt: Any) -> int:
+        return sum(x.size for _, x in tree_flatten(opt.state) if x.ndim)
+
+    kinds = ("sgd", "momentum", "adam", "multi")
+    for kind in kinds:
+        nets = [CONTRACT.network(0) for _ in range(2)]
+        opts = [
+            hvd.DistributedOptimizer(CONTRACT.optimizer(kind, None), shard_state=shards)
+            for shards in (True, False)
+        ]
+        if kind == "momentum":
+            opts[0].init(nets[0].trainable_parameters())
+        for n in range(3):
+            for net, opt in zip(nets, opts, strict=True):
+                step(net, opt, n)
+        check_alike(nets, opts)
+        elements = hvd.allgather_object(n_elements(opts[0]))
+        assert sum(elements) == n_elements(opts[1]), elements
+        assert max(elements) < sum(elements) or size == 1, elements
+
+        # Another job continues from it, and an undivided optimizer.
+        saved = tree_flatten(hvd.whole_state(opts[0]))
+        loaded = hvd.DistributedOptimizer(CONTRACT.optimizer(kind, None), shard_state=True)
+        loaded.state = tree_unflatten(saved)
+        net = CONTRACT.network(0)
+        net.update(nets[0].parameters())
+        assert n_elements(loaded) == n_elements(opts[1])
+        state = horo_lite.elastic.State(opt=loaded)
+        step(net, loaded, 5)
+        state.restore()
+        net.update(nets[0].parameters())
+        step(net, loaded, 3)
+        assert n_elements(loaded) == elements[rank]
+        state.commit()  # that of a divided state
+        kept = net.parameters()
+        step(net, loaded, 5)
+        state.restore()
+        net.update(kept)
+        for one, opt in zip(nets, opts, strict=True):
+            step(one, opt, 3)
+        check_alike((net, nets[1]), (loaded, opts[1]))
+        check_alike(nets, opts)
+        # One rank's state, for all.
+        for shards in (False, True):
+            sent = hvd.DistributedOptimizer(CONTRACT.optimizer(kind, None), shard_state=shards)
+            if rank == size - 1:
+                sent.state = tree_unflatten(saved)
+            hvd.broadcast_optimizer_state(sent, root_rank=size - 1)
+            assert n_elements(sent) == sum(elements)
+            twin = CONTRACT.network(1)
+            step(twin, sent, 4)
+            hvd.check_in_sync(twin)
+        assert n_elements(sent) == elements[rank]
+        share = tree_flatten(opts[0].state)
+        raises(RuntimeError, partial(copy.deepcopy, sent), "whole_state")
+
+    if size > 1:
+        loaded.state = tree_unflatten(share)
+        raises(ValueError, lambda: step(net, loaded, 4), "nothing for the parameter")
+    opt = hvd.DistributedOptimizer(optim.Adam(learning_rate=0.1), shard_state=True)
+    one = {"w": mx.ones(3), "list": [mx.ones(2), mx.ones(5)]}
+    two = {"w": mx.ones(3), "list": [mx.ones(2), mx.ones(5), mx.ones(1)]}
+    opt.apply_gradients(one, one)
+    raises(ValueError, lambda: opt.apply_gradients(two, two), "list.2")
+    if size > 1:
+        opt = hvd.DistributedOptimizer(optim.Adam(learning_rate=0.1), shard_state=True)
+        own = {"w": mx.ones(3) * rank}
+        raises(hvd.DriftError, lambda: opt.apply_gradients(own, own), "'w'")
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_each_rank_has_a_share_of_the_state(size: int) -> None:
+    on_ranks(sharded_states, size, timeout_s=240)
 
 
 def test_digits() -> None:
