@@ -147,7 +147,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     With shard_gradients=True in addition, from the second step on, a rank's `.grad` has averages in
     its share only; the rest is undefined. Clip by `optimizer.clip_grad_norm_()`. Any other change
     of gradients after backward(), another backward() that adds to them, and GradScaler are a
-    RuntimeError.
+    RuntimeError. step() sets all gradients to None.
 
     If the ranks' batches are uneven, call `optimizer.set_weight(len(batch))` before backward(), on
     every rank or on none: the averages of this step are then over all samples. In other frameworks
@@ -336,6 +336,7 @@ class _DistributedOptimizer(Sharing):
 
         Raises:
             RuntimeError: See `error_if_nonfinite`; or gradients have not been averaged yet.
+            ValueError: `norm_type` is not more than 0, with shard_gradients.
         """
         return self._exchange.clip(max_norm, norm_type, error_if_nonfinite)
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import compress
 from operator import is_
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -145,16 +145,23 @@ class ShardedState:
                 tensor.data = self.piece_of(piece)
 
 
+class _Average(NamedTuple):
+    """A gradient of which each rank has the average in its share only."""
+
+    slot: Slot
+    gradient: Any
+    version: int
+    of_ranks: Sequence[tuple[int, int]]
+    """Which elements each rank has."""
+
+
 class ShardedUpdate(GradientExchange):
     """Averages gradients, and updates on each rank only its share of the parameters."""
 
     def __init__(
         self, optimizer: Any, named: list[tuple[str, Any]] | None, options: Options
     ) -> None:
-        self._divided_by: Sequence[Any] | None = None
-        """How the gradients of this step are divided between the ranks; None: all have all."""
-        self._averages: list[tuple[Slot, Any, int]] = []
-        """The divided gradients, and their versions."""
+        self._averages: list[_Average] = []
         self._independent = _what_is_independent(optimizer, options.shard_state)
         # Optimizers of torch.optim update no parameter without a gradient.
         self._updates_all = isinstance(options.shard_state, str)
@@ -182,28 +189,31 @@ class ShardedUpdate(GradientExchange):
             return "with shard_gradients=True each rank has averages in its share of it only"
         return super().cannot_add
 
+    def follow_world(self) -> None:
+        super().follow_world()
+        self._averages = []
+
     def begin(self, *, keeps_pending: bool = False) -> None:
         super().begin(keeps_pending=keeps_pending)
-        self._divided_by, self._averages = None, []
+        self._averages = []
 
     def exchange(self, in_step: bool = False) -> None:
         division = self.reducer.division
+        before = {slot for slot in self.slots if slot.exchanged}
         super().exchange(in_step)
+        new = {slot for slot in self.slots if slot.exchanged} - before
+        self._averages = [average for average in self._averages if average.slot not in new]
         if division is not None:
-            self._divided_by = division
-            self._note_averages()
-
-    def _note_averages(self) -> None:
-        self._averages = [
-            (slot, gradient, gradient._version)
-            for slot in self.slots
-            if slot.exchanged
-            and (gradient := slot.parameter.grad) is not None
-            and not is_sparse(gradient)
-        ]
+            self._averages += [
+                _Average(slot, gradient, gradient._version, division[slot.index])
+                for slot in self.slots
+                if slot in new
+                and (gradient := slot.parameter.grad) is not None
+                and not is_sparse(gradient)
+            ]
 
     def _check_averages(self) -> None:
-        for slot, gradient, version in self._averages:
+        for slot, gradient, version, _ in self._averages:
             now = slot.parameter.grad
             if now is not None and (now is not gradient or gradient._version != version):
                 raise RuntimeError(
@@ -213,22 +223,17 @@ class ShardedUpdate(GradientExchange):
                     "by optimizer.clip_grad_norm_(), or omit shard_gradients"
                 )
 
-    def _drop_averages(self) -> None:
-        for slot, gradient, _ in self._averages:
-            if slot.parameter.grad is gradient:  # to which the next pass must not add
-                slot.parameter.grad = None
-
     def _complete_averages(self) -> None:
         """Give all ranks all averages, since the parameters are about to be divided again."""
-        if self._divided_by is None:
+        if not self._averages:
             return
         self._check_averages()
         names, owners, parts, wholes = [], [], [], []
-        for slot, gradient, _ in self._averages:
+        for slot, gradient, _, of_ranks in self._averages:
             flat = gradient.detach().reshape(-1)
             if not gradient.is_contiguous():
                 wholes.append((gradient, flat))
-            for owner, (start, stop) in enumerate(self._divided_by[slot.index]):
+            for owner, (start, stop) in enumerate(of_ranks):
                 if start != stop:
                     names.append(slot.name)
                     owners.append(owner)
@@ -237,20 +242,32 @@ class ShardedUpdate(GradientExchange):
             receive(self._group, f"averages for {self._label}", owners, names, parts)
         for gradient, flat in wholes:
             gradient.detach().copy_(flat.view(gradient.shape))
-        self._divided_by, self._averages = None, []
+        self._averages = []
 
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
+        if self.options.shard_gradients and not norm_type > 0:
+            raise ValueError(
+                f"with shard_gradients=True, norm_type must be more than 0, not {norm_type}: "
+                "the ranks compute a norm of their shares, and then one of these numbers"
+            )
         self.flush()
-        if self._divided_by is None:
+        if not self._averages:
             return super().clip(max_norm, norm_type, error_if_nonfinite)
         self._check_averages()
         rank = self._group.rank
+        divided = {id(average.gradient): average.of_ranks[rank] for average in self._averages}
         mine, norms = [], []
-        for slot, gradient, _ in self._averages:
-            start, stop = self._divided_by[slot.index][rank]
-            if start != stop:
-                mine.append(gradient.detach())
-                norms.append(torch.linalg.vector_norm(mine[-1].reshape(-1)[start:stop], norm_type))
+        for gradient in [p.grad for p in self._seen if p.grad is not None]:
+            part = gradient.detach()
+            if id(gradient) in divided:
+                start, stop = divided[id(gradient)]
+                if start == stop:
+                    continue
+                part = part.reshape(-1)[start:stop]
+            mine.append(gradient.detach())
+            norm = torch.linalg.vector_norm(part, norm_type)
+            # What was not exchanged in this step is the same on all ranks, and counts once.
+            norms.append(norm if rank == 0 or id(gradient) in divided else torch.zeros(()))
         is_largest = norm_type == math.inf
         own = np.array([norm.item() for norm in norms])
         with np.errstate(over="ignore"):
@@ -270,7 +287,9 @@ class ShardedUpdate(GradientExchange):
         factor = max_norm / (total + 1e-6)
         for gradient in mine:
             gradient.mul_(min(factor, 1.0) if factor == factor else factor)
-        self._note_averages()
+        self._averages = [
+            average._replace(version=average.gradient._version) for average in self._averages
+        ]
         return torch.tensor(total)
 
     def check_scaling(self, is_fused: bool) -> None:
@@ -283,6 +302,15 @@ class ShardedUpdate(GradientExchange):
         super().check_scaling(is_fused)
 
     # A step.
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().step(*args, **kwargs)
+        if self.options.shard_gradients and self.group is not None:
+            # The next pass must not add to them. Each time, and in a world of one, too, so that a
+            # program without zero_grad() computes the same on any number of ranks.
+            for _, parameter in self._parameters():
+                parameter.grad = None
+        return result
 
     def take_step(self, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._update_with_hooks(step.__self__, *args, **kwargs)
@@ -307,7 +335,6 @@ class ShardedUpdate(GradientExchange):
         with self._within_share(state):
             result = step(optimizer, *args, **kwargs)
         self._receive(state, changes)
-        self._drop_averages()
         return result if closure is None else loss
 
     @contextmanager
@@ -425,7 +452,8 @@ class ShardedUpdate(GradientExchange):
         known = set(map(id, parameters))
         sharded.own.update({key: x for key, x in state.items() if id(key) not in known})
         self._attributes["state"] = sharded
-        if self.options.shard_gradients:
+        # What sparse_as_dense makes sparse again has its non-zero elements where the averages are.
+        if self.options.shard_gradients and not self.options.sparse_as_dense:
             self.reducer.division = _division(pieces, parameters, self._group.size)
         return sharded
 

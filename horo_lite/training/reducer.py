@@ -814,6 +814,8 @@ class Reducer:
             return True
         how |= self._how | {"names": names, "label": label, "weight": self._step.weight}
         wire, sent, restored = self._compression.compressed(arrays)
+        if wire is not self._compression:  # a user's decompress() may need all of a result
+            how["division"] = ()
         result = (exchange or self.group.exchange)(sent, compression=wire, **how)
         if wire is self._compression:
             return result

@@ -98,7 +98,7 @@ def test_each_rank_has_averages_in_its_share_and_its_own_gradient_elsewhere() ->
                 optimizer.synchronize()
             seen.append(parameter.grad.tolist())
             optimizer.step()
-            assert (parameter.grad is None) == (len(seen) > 1)
+            assert parameter.grad is None
         return seen
 
     for number, (first, *later) in enumerate(run_threads(3, rank)):
@@ -152,6 +152,12 @@ def test_a_norm_that_is_not_finite_on_one_rank_is_an_error_on_all() -> None:
 
 
 def test_what_would_see_a_share_only_is_an_error() -> None:
+    def clip_some(net: Any, optimizer: Any) -> None:
+        net[0].weight.sum().backward()
+        net[0].weight.grad.mul_(0.5)
+        net[2].weight.sum().backward()
+        optimizer.step()
+
     def scale(net: Any, optimizer: Any) -> None:
         scaler = torch.amp.GradScaler("cpu")
         scaler.scale(net[0].weight.sum()).backward()
@@ -175,6 +181,7 @@ def test_what_would_see_a_share_only_is_an_error() -> None:
         for do, told in (
             (scale, "GradScaler does not go with shard_gradients=True"),
             (clip, r"'param_groups\[0\]\[0\]' was changed after .*clip_grad_norm_\(\)"),
+            (clip_some, r"'param_groups\[0\]\[0\]' was changed after"),
             (replace, r"'param_groups\[0\]\[0\]' was changed after"),
             (add, "after it was exchanged, and with shard_gradients=True"),
         ):
@@ -186,6 +193,18 @@ def test_what_would_see_a_share_only_is_an_error() -> None:
                 do(net, optimizer)
             optimizer.zero_grad(set_to_none=False)
             train(net, optimizer, group.rank, range(2))
+
+    run_threads(2, rank)
+
+
+def test_norms_that_shares_do_not_add_up_to() -> None:
+    def rank(group: Group) -> None:
+        net = network()
+        optimizer = wrap(KINDS["SGD"](net.parameters()), group)
+        for norm_type in (0.0, -1.0, -math.inf, math.nan):
+            with pytest.raises(ValueError, match="norm_type must be more than 0, not "):
+                optimizer.clip_grad_norm_(1.0, norm_type)
+        train(net, optimizer, group.rank, range(2))
 
     run_threads(2, rank)
 
@@ -225,6 +244,106 @@ def test_a_state_that_is_divided_again_between_backward_and_step() -> None:
     expected = run_threads(3, functools.partial(rank, shard=False))[0]
     for net in run_threads(3, functools.partial(rank, shard=True)):
         assert_same_bits(net, expected)
+
+
+def ramp(*shape: int) -> Any:
+    return nn.Parameter(torch.linspace(-1, 1, math.prod(shape)).reshape(shape))
+
+
+class FirstOnly:
+    """Sends a part of each gradient."""
+
+    @staticmethod
+    def compress(x: Any) -> Any:
+        return x.reshape(-1)[:100].clone(), x
+
+    @staticmethod
+    def decompress(x: Any, whole: Any) -> Any:
+        return torch.cat([x, torch.zeros(whole.numel() - len(x))]).reshape(whole.shape)
+
+
+class Peak:
+    """Keeps of each average what is far from 0."""
+
+    @staticmethod
+    def compress(x: Any) -> Any:
+        return x.clone(), None
+
+    @staticmethod
+    def decompress(x: Any, _: Any) -> Any:
+        return torch.where(x.abs() > x.abs().mean(), x, 0)
+
+
+def added_before_clipping(optimizer: Any, first: Any, _: Any, step: int) -> None:
+    if step == 2:
+        optimizer.param_groups[0]["params"].append(first)
+    assert optimizer.clip_grad_norm_(1e6) > (60 if step > 1 else 1)
+
+
+def removed_before_the_update(optimizer: Any, first: Any, second: Any, step: int) -> None:
+    if step == 0:
+        optimizer.param_groups[0]["params"].append(first)
+    elif step == 2:
+        optimizer.param_groups[0]["params"].remove(second)
+
+
+PROGRAMS: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
+    "added before clipping": (added_before_clipping, {}),
+    "removed before the update": (removed_before_the_update, {}),
+    "sparse": (lambda *_: None, {}),
+    "sparse as dense": (lambda *_: None, {"sparse_as_dense": True}),
+    "compresses to another size": (lambda *_: None, {"compression": FirstOnly}),
+    "decompresses all at once": (lambda *_: None, {"compression": Peak}),
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_programs_that_do_not_clear_gradients(program: str) -> None:
+    def rank(group: Group, shard: bool) -> Any:
+        change, options = PROGRAMS[program]
+        first, second, third, table, larger = (
+            ramp(300),
+            ramp(600),
+            ramp(500),
+            ramp(9, 9),
+            ramp(9, 20),
+        )
+        larger.requires_grad_(False)
+        dense = [second, third]
+        sparse = [table, larger] if program.startswith("sparse") else []
+        optimizer = wrap(
+            torch.optim.SGD([*dense, *sparse], lr=0.001, weight_decay=0.0 if sparse else 0.1),
+            group,
+            **(options if shard else {**options, "shard_state": False, "shard_gradients": False}),
+        )
+        for step in range(5):
+            if not shard:
+                optimizer.zero_grad()
+            first.grad = None
+            larger.requires_grad_(step > 2)  # the tables' owners change
+            loss = sum((p**3).sum() * (group.rank + 1) for p in [first * 5, second, third])
+            for x in sparse:
+                rows = nn.functional.embedding(torch.tensor([group.rank, 4, 4]), x, sparse=True)
+                loss = loss + (rows**3).sum() * (group.rank + 1)
+            loss.backward()
+            change(optimizer, first, second, step)
+            optimizer.step()
+        return nn.ParameterList([first, *dense, *sparse])
+
+    expected = run_threads(3, functools.partial(rank, shard=False))[0]
+    for parameters in run_threads(3, functools.partial(rank, shard=True)):
+        assert_same_bits(parameters, expected)
+
+
+def test_in_a_world_of_one_step_clears_gradients_too() -> None:
+    def rank(group: Group) -> Any:
+        parameter = ramp(4)
+        optimizer = wrap(torch.optim.SGD([parameter], lr=0.1), group)
+        parameter.sum().backward()
+        optimizer.step()
+        return parameter.grad
+
+    assert run_threads(1, rank) == [None]
 
 
 @pytest.mark.served
