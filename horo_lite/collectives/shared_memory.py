@@ -21,9 +21,9 @@ def share(group: Group, memory: SharedMemory | None) -> bool:
     Every rank calls it, with None if it has no memory; it may be called again for another group.
     False if a rank has no memory, its size differs, or the system does not permit the access.
     """
-    everyone = _gathered(group, memory and memory.where, "location of shared memory")
+    everyone = gathered(group, memory and memory.where, "location of shared memory")
     is_open = memory is not None and memory.open_others(everyone, group.rank)
-    if not all(_gathered(group, is_open, "access to shared memory")):
+    if not all(gathered(group, is_open, "access to shared memory")):
         return False
     assert memory is not None
     memory.number = _n_shared[group] = _n_shared.get(group, 0) + 1
@@ -41,11 +41,11 @@ def common(group: Group, n_bytes: int) -> SharedMemory | None:
     if group.rank == 0:
         with suppress(OSError):
             memory = SharedMemory(n_bytes)
-    where = _gathered(group, memory and memory.where, "location of shared memory")[0]
+    where = gathered(group, memory and memory.where, "location of shared memory")[0]
     if group.rank != 0 and where is not None:
         with suppress(OSError, RuntimeError):
             memory = SharedMemory(n_bytes, at=where)
-    is_open = all(_gathered(group, memory is not None, "access to shared memory"))
+    is_open = all(gathered(group, memory is not None, "access to shared memory"))
     if memory is None or not is_open:
         return None
     _of_all.setdefault(group, WeakSet()).add(memory.segment)
@@ -63,7 +63,8 @@ def memory_of(group: Group, number: int) -> SharedMemory | None:
     return _shared[group].get(number)
 
 
-def _gathered(group: Group, mine: object, name: str) -> list[Any]:
+def gathered(group: Group, mine: object, name: str) -> list[Any]:
+    """Return what each rank of the group passes."""
     everyone = group.run(AllGatherBytes(name), Part(data=pickle.dumps(mine)))
     return [pickle.loads(one) for one in everyone]
 

@@ -162,6 +162,7 @@ class ShardedUpdate(GradientExchange):
         self, optimizer: Any, named: list[tuple[str, Any]] | None, options: Options
     ) -> None:
         self._averages: list[_Average] = []
+        self._shared: SharedParameters | None = None
         self._independent = _what_is_independent(optimizer, options.shard_state)
         # Optimizers of torch.optim update no parameter without a gradient.
         self._updates_all = isinstance(options.shard_state, str)
@@ -191,7 +192,7 @@ class ShardedUpdate(GradientExchange):
 
     def follow_world(self) -> None:
         super().follow_world()
-        self._averages = []
+        self._averages, self._shared = [], None
 
     def begin(self, *, keeps_pending: bool = False) -> None:
         super().begin(keeps_pending=keeps_pending)
@@ -441,9 +442,9 @@ class ShardedUpdate(GradientExchange):
             )
         ]
         self._compare(pieces)
-        shares = self.options.shared_parameters
-        shared = share_parameters(self._group, parameters) if shares else None
-        sharded = ShardedState(self._group, parameters, pieces, shared)
+        if self.options.shared_parameters:
+            self._shared = share_parameters(self._group, parameters, self._shared)
+        sharded = ShardedState(self._group, parameters, pieces, self._shared)
         for piece in sharded.mine:
             tensor, parameter = sharded.piece_of(piece), parameters[piece.parameter]
             sharded.tensors.append(tensor)

@@ -8,7 +8,7 @@ the new ones. What the user writes, all ranks see at once.
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from itertools import compress
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from horo_lite.collectives.calls import Compare, Part
-from horo_lite.collectives.shared_memory import common
+from horo_lite.collectives.shared_memory import common, gathered
 from horo_lite.errors import warn
 from horo_lite.torch.bucket_views import can_share, places_of, view_of
 
@@ -30,17 +30,16 @@ _address_of: MutableMapping[Any, int] = WeakIdKeyDictionary()
 class SharedParameters:
     """Those of an optimizer's parameters that are in memory of all ranks."""
 
-    def __init__(self, parameters: Sequence[Any], views: Sequence[Any]) -> None:
-        self._views = {
-            i: (parameter, view)
-            for i, (parameter, view) in enumerate(zip(parameters, views, strict=True))
-            if view is not None
-        }
+    def __init__(self, group: Group, views: Mapping[int, tuple[Any, Any]]) -> None:
+        self._group = group
+        self._views = dict(views)
+        """Parameters and their memory, by the parameter's number in the optimizer."""
         self._versions: dict[int, int] = {}
         self._has_warned = False
         for parameter, view in self._views.values():
-            parameter.data = view
-            _address_of[parameter] = view.data_ptr()
+            if parameter.data_ptr() != view.data_ptr():
+                parameter.data = view
+                _address_of[parameter] = view.data_ptr()
         self.note_versions()
 
     def __contains__(self, i: object) -> bool:
@@ -50,6 +49,19 @@ class SharedParameters:
     def are_there(self) -> bool:
         """Return whether this rank still has its parameters in the memory."""
         return all(p.data_ptr() == view.data_ptr() for p, view in self._views.values())
+
+    def kept(self, group: Group, parameters: Sequence[Any]) -> dict[int, Any]:
+        """Return the memory of those of an optimizer's current parameters that are still there."""
+        if group is not self._group or group.is_closed:
+            return {}
+        views = {id(p): view for p, view in self._views.values() if p.data_ptr() == view.data_ptr()}
+        layouts = [(p.shape, p.stride(), p.dtype) for p in parameters]
+        return {
+            i: view
+            for i, (p, layout) in enumerate(zip(parameters, layouts, strict=True))
+            if (view := views.get(id(p))) is not None
+            and layout == (view.shape, view.stride(), view.dtype)
+        }
 
     def note_versions(self) -> None:
         """Note that changes of the parameters so far are right."""
@@ -84,30 +96,46 @@ class SharedParameters:
             )
 
 
-def share_parameters(group: Group, parameters: Sequence[Any]) -> SharedParameters | None:
+def share_parameters(
+    group: Group, parameters: Sequence[Any], before: SharedParameters | None
+) -> SharedParameters | None:
     """Move parameters, which are equal on all ranks, to memory of all ranks; None if impossible.
 
     Collective. Parameters that cannot be there (on GPUs, or not floating point) stay where they
-    are. The values are complete after the next `begin_update()`.
+    are, and so do those that are there on all ranks since `before`: programs may have views of
+    them. The values are complete after the next `begin_update()`.
     """
-    begins, n_bytes = places_of(parameters)
-    memory = common(group, n_bytes) if can_share(group) else None
-    if memory is None:
-        if group.rank == 0:
-            warn(
-                "shared_parameters=True has no effect: it needs all ranks on one host, and access "
-                "to each other's memory (one user, one container). Each rank keeps its own copy"
-            )
+    if not can_share(group):
+        _end(group, parameters)
         return None
-    views = [
-        None if begin is None else view_of(memory, begin, parameter)
-        for begin, parameter in zip(begins, parameters, strict=True)
-    ]
+    kept = {} if before is None else before.kept(group, parameters)
+    everyone = gathered(group, set(kept), "parameters in shared memory")
+    there = set.intersection(*everyone)
+    rest = [i for i in range(len(parameters)) if i not in there]
+    views = {i: (parameters[i], kept[i]) for i in sorted(there)}
+    begins, n_bytes = places_of([parameters[i] for i in rest])
+    if n_bytes or not there:
+        memory = common(group, n_bytes)
+        if memory is None:
+            _end(group, parameters)
+            return None
+        for i, begin in zip(rest, begins, strict=True):
+            if begin is not None:
+                views[i] = parameters[i], view_of(memory, begin, parameters[i])
+                if group.rank == 0:
+                    views[i][1].copy_(parameters[i].detach())
+    return SharedParameters(group, views)
+
+
+def _end(group: Group, parameters: Sequence[Any]) -> None:
+    """Warn, and give this rank a copy of its own of parameters that were shared until now."""
+    for parameter in parameters:
+        make_own(parameter)
     if group.rank == 0:
-        for parameter, view in zip(parameters, views, strict=True):
-            if view is not None:
-                view.copy_(parameter.detach())
-    return SharedParameters(parameters, views)
+        warn(
+            "shared_parameters=True has no effect: it needs all ranks on one host, and access "
+            "to each other's memory (one user, one container). Each rank keeps its own copy"
+        )
 
 
 def make_own(parameter: Any) -> None:

@@ -142,6 +142,52 @@ def test_all_ranks_have_one_copy_and_copies_of_it_are_ordinary() -> None:
     assert found[0][1] <= len(file.getvalue()) + 1024  # each parameter without its neighbours
 
 
+def test_parameters_stay_where_they_are_when_the_state_is_divided_again() -> None:
+    def rank(group: Group) -> Any:
+        net = network()
+        net[2].weight.requires_grad_(False)
+        optimizer = wrap(KINDS["momentum"]([*net[2].parameters(), *net[4].parameters()]), group)
+        train(net, optimizer, group.rank, range(1))
+        views = [p.detach() for p in net[2].parameters()]
+        optimizer.state_dict()
+        train(net, optimizer, group.rank, range(1, 2))
+        optimizer.add_param_group({"params": list(net[0].parameters())})
+        net[2].weight.requires_grad_(True)
+        train(net, optimizer, group.rank, range(2, 3))
+        assert all(memory_of(net.parameters()))
+        net[2].bias.data = net[2].bias.detach().clone()  # only this one moves back
+        train(net, optimizer, group.rank, range(3, 4))
+        same = [torch.equal(p, view) for p, view in zip(net[2].parameters(), views, strict=True)]
+        return same, memory_of(net.parameters())
+
+    found = run_threads(3, rank)
+    assert [same for same, _ in found] == [[True, False]] * 3
+    assert all(where == found[0][1] and all(where) for _, where in found)
+
+
+def test_memory_that_can_no_longer_be_had_ends_the_sharing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def rank(group: Group) -> Any:
+        net = network()
+        optimizer = wrap(KINDS["Adam"](net.parameters()), group)
+        train(net, optimizer, group.rank, range(2))
+        net[0].weight.data = net[0].weight.detach().clone()
+        hvd.barrier(process_set=group)
+        monkeypatch.setattr(shared_memory, "SharedMemory", unavailable)
+        train(net, optimizer, group.rank, range(2, 5))
+        assert not any(memory_of(net.parameters()))
+        return net
+
+    def unavailable(*_: Any, **__: Any) -> Any:
+        raise OSError("no more files")
+
+    with pytest.warns(RuntimeWarning, match="shared_parameters=True has no effect"):
+        nets = run_threads(3, rank)
+    for net in nets:
+        assert_same_bits(net, divided_alone(3))
+
+
 class Slow(torch.optim.SGD):
     """Updates late, on one rank."""
 
