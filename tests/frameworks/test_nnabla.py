@@ -274,8 +274,8 @@ print("micro-batches", flush=True)
 
 
 @pytest.mark.shows("eager", "overlap", "in place", "fp16")
-@pytest.mark.parametrize("size", [2, 3])
-def test_training_equals_one_process_on_the_whole_batch(size: int) -> None:
+def test_training_equals_one_process_on_the_whole_batch() -> None:
+    size = 3
     env = {**EARLY, "HORO_LITE_THREADS": "1"}
     result = run_ranks(TRAINING, size, timeout_s=LIMIT_S, env=env).check()
     for part in (
