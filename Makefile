@@ -11,8 +11,8 @@
 #   CUDA_HOME a CUDA toolkit
 #   MUTANTS   for `make mutants`: names such as `weight fp16`; by default all
 #   MINUTES   for `make soak`: the duration; JOBS is its number of concurrent jobs
-#   JOBS      number of tests or test files that run concurrently, by default 4 where tests mostly wait and 2 where
-#             they compute or their ranks need a core each; JOBS=0: sequentially, as for a debugger
+#   JOBS      number of tests or test files that run concurrently, by default 4 where tests mostly wait, 3 where they
+#             wait half of the time and 2 where their ranks need a core each; JOBS=0: sequentially, as for a debugger
 #   STAGE     for `make gpu-check`: smoke, check (the default), extra or tune
 #   OUT       for `make gpu-check`: a file for its output
 #   ROUNDS    for `make sanitize` and `make explore`: number of repetitions, each with other seeds
@@ -146,7 +146,7 @@ examples: $(VENV)/.built $(if $(TORCH),$(VENV)/.torch) ## run every example that
 # pytest's exit code 5: no test is selected, as by ARGS="-k name".
 SELECTED = $(if $(ARGS),|| [ $$? = 5 ])
 test: $(QUICK_READY) ## run the tests that launch no job, and a job of each kind (2 minutes)
-	$(MPI_DEMAND) $(PY) -m pytest -m "$(IN_QUICK)" $(call at_once,2) $(ARGS) $(SELECTED)
+	$(MPI_DEMAND) $(PY) -m pytest -m "$(IN_QUICK)" $(call at_once,3) $(ARGS) $(SELECTED)
 	@echo "make test: passed. Not run: most tests that launch jobs, under Open MPI and MPICH: make test-rest"
 
 test-all: test test-rest ## run all tests, under Open MPI and under MPICH (15 minutes)
