@@ -90,7 +90,11 @@ Segment Segment::local(size_t n_bytes) {
 }
 
 Segment::Segment(Segment&& other) noexcept
-    : token_(other.token_), n_bytes_(other.n_bytes_), fd_(other.fd_), data_(other.data_) {
+    : token_(other.token_),
+      n_bytes_(other.n_bytes_),
+      fd_(other.fd_),
+      data_(other.data_),
+      is_private_(other.is_private_) {
   other.data_ = nullptr;
   other.fd_ = -1;
 }
@@ -111,6 +115,10 @@ void Segment::close_descriptor() {
   fd_ = -1;
 }
 
-void Segment::make_private() { map(MAP_PRIVATE | MAP_FIXED); }
+void Segment::make_private() {
+  if (is_private_) return;  // another mapping would lose what this process has written
+  map(MAP_PRIVATE | MAP_FIXED);
+  is_private_ = true;
+}
 
 }  // namespace horo

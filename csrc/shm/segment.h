@@ -32,7 +32,7 @@ class Segment {
   uint64_t token() const { return token_; }
   // Keeps the mapping, but closes the descriptor through which peers open it, and which make_private() needs.
   void close_descriptor();
-  // Makes future writes of this process invisible to others; for forked children. Copies on write.
+  // Makes future writes of this process invisible to others. Copies on write. Again, it does nothing.
   void make_private();
 
  private:
@@ -45,6 +45,7 @@ class Segment {
   size_t n_bytes_;  // including the header
   int fd_;
   uint8_t* data_ = nullptr;
+  bool is_private_ = false;
 };
 
 }  // namespace horo
