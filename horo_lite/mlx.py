@@ -211,7 +211,7 @@ class ShardedAveraging(Averaging):
             return self.state
         check_not_lost(self._group, ranks_of(self._asked), "a whole_state()")
         mine = {name: to_host(x) for name, x in leaves if _parameter_of(name, owners)}
-        label = f"state of a {type(self).__name__} with shard_state=True"
+        label = f"whole_state() of a {type(self).__name__} with shard_state=True"
         like = next((x for _, x in leaves), None)
         everything = dict(leaves)
         for name, x in collected(self._group, label, mine).items():

@@ -334,7 +334,9 @@ class ShardedState:
             check_not_lost(division.group, self._ranks(), "a saved model")
             slots = set(map(id, division.slots))
             mine = {i: values[i] for i, v in enumerate(layout) if id(v) in slots}
-            division.rest = collected(division.group, self._label("state"), mine)
+            division.rest = collected(
+                division.group, self._label("state, which every rank reads or saves,"), mine
+            )
             division.is_new, division.known_at = False, self._iterations._value
         rest = division.rest
         assert rest is not None
