@@ -443,7 +443,7 @@ class ShardedUpdate(GradientExchange):
         ]
         self._compare(pieces)
         if self.options.shared_parameters:
-            self._shared = share_parameters(self._group, parameters, self._shared)
+            self._shared = share_parameters(self._group, parameters, self._shared, self)
         sharded = ShardedState(self._group, parameters, pieces, self._shared)
         for piece in sharded.mine:
             tensor, parameter = sharded.piece_of(piece), parameters[piece.parameter]

@@ -8,6 +8,7 @@ the new ones. What the user writes, all ranks see at once.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, MutableMapping, Sequence
 from itertools import compress
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from horo_lite._native import Segment
 from horo_lite.collectives.calls import Compare, Part
 from horo_lite.collectives.shared_memory import common, gathered
 from horo_lite.errors import warn
@@ -97,13 +99,14 @@ class SharedParameters:
 
 
 def share_parameters(
-    group: Group, parameters: Sequence[Any], before: SharedParameters | None
+    group: Group, parameters: Sequence[Any], before: SharedParameters | None, owner: object
 ) -> SharedParameters | None:
     """Move parameters, which are equal on all ranks, to memory of all ranks; None if impossible.
 
     Collective. Parameters that cannot be there (on GPUs, or not floating point) stay where they
     are, and so do those that are there on all ranks since `before`: programs may have views of
-    them. The values are complete after the next `begin_update()`.
+    them. The values are complete after the next `begin_update()`. When `owner` no longer exists,
+    what a rank writes to the memory becomes invisible to the others.
     """
     if not can_share(group):
         _end(group, parameters)
@@ -119,6 +122,7 @@ def share_parameters(
         if memory is None:
             _end(group, parameters)
             return None
+        weakref.finalize(owner, _make_private, weakref.ref(memory.segment)).atexit = False
         for i, begin in zip(rest, begins, strict=True):
             if begin is not None:
                 views[i] = parameters[i], view_of(memory, begin, parameters[i])
@@ -136,6 +140,11 @@ def _end(group: Group, parameters: Sequence[Any]) -> None:
             "shared_parameters=True has no effect: it needs all ranks on one host, and access "
             "to each other's memory (one user, one container). Each rank keeps its own copy"
         )
+
+
+def _make_private(segment: weakref.ref[Segment]) -> None:
+    if (found := segment()) is not None:
+        found.make_private()
 
 
 def make_own(parameter: Any) -> None:

@@ -263,6 +263,26 @@ def test_another_wrapper_begins_with_copies_of_its_own() -> None:
         assert_same_bits(net, run_threads(2, expected)[0])
 
 
+def test_without_the_optimizer_each_rank_trains_alone() -> None:
+    def rank(group: Group) -> Any:
+        net = network()
+        optimizer = wrap(KINDS["momentum"](net.parameters()), group)
+        train(net, optimizer, group.rank, range(2))
+        del optimizer
+        inner = KINDS["momentum"](net.parameters())
+        train(net, inner, group.rank)
+        hvd.barrier(process_set=group)
+        return net
+
+    def expected(group: Group) -> Any:
+        net = divided.trained(group, KINDS["momentum"], steps=range(2))[0]
+        train(net, KINDS["momentum"](net.parameters()), group.rank)
+        return net
+
+    for net, alone in zip(run_threads(2, rank), run_threads(2, expected), strict=True):
+        assert_same_bits(net, alone)
+
+
 def test_what_is_refused_and_where_it_has_no_effect(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="needs shard_state=True"):
         DistributedOptimizer(KINDS["SGD"](network().parameters()), shared_parameters=True)
