@@ -95,6 +95,10 @@ class ShardedState:
         owned = {piece.parameter for piece in pieces}
         self.left_out = [p for i, p in enumerate(parameters) if i not in owned]
         """Parameters that had neither a gradient nor state, and were frozen."""
+        self.cut = [
+            parameters[i] for i, start, stop, _ in pieces if stop - start < parameters[i].numel()
+        ]
+        """Parameters in pieces, which cannot be updated with a sparse gradient."""
 
     @property
     def is_lost(self) -> bool:
@@ -352,12 +356,6 @@ class ShardedUpdate(GradientExchange):
             if tensor is not parameter:
                 pieces.append(tensor)
                 gradient = parameter.grad
-                if is_sparse(gradient):
-                    raise RuntimeError(
-                        f"the gradient of {self.slots[piece.parameter].name!r} is sparse, and was "
-                        "dense when shard_state=True divided the parameter between ranks: use "
-                        "sparse_as_dense=True and a dense optimizer, or sparse gradients always"
-                    )
                 if gradient is not None:
                     gradient = gradient.detach().reshape(-1)[piece.start : piece.stop]
                 _resemble(tensor, parameter)
@@ -414,6 +412,7 @@ class ShardedUpdate(GradientExchange):
                 len(parameters) == len(state.parameters)
                 and all(map(is_, parameters, state.parameters))
                 and all(p.grad is None for p in state.left_out)
+                and not any(is_sparse(p.grad) for p in state.cut)
                 and _layouts(parameters) == state.layouts
                 and (state.shared is None or state.shared.are_there())
             ):
