@@ -385,8 +385,16 @@ class ShardedState:
         """Take what another rank's `state_to_send` has returned."""
         if values:
             self.set_whole_state(values)
-        elif values is not None and self._division is not None:
+        elif self._division is None:
+            return
+        elif values is not None:
             self._build_anew(self._division.before)
+        elif not self.is_sharded and self._division.group is not None:
+            raise RuntimeError(
+                f"the root's state of a {self._kind} is divided between the ranks "
+                "(shard_state=True), and this rank's has been set or loaded since the last step: "
+                "load it on every rank, or broadcast from a rank that has loaded it"
+            )
 
     def set_weights(self, weights: Sequence[Any]) -> None:
         self.set_whole_state(weights)

@@ -998,6 +998,8 @@ def check_shard_state_in_files() -> None:
     with pytest.raises(ValueError, match=r"get_state_tree\(\) takes the variables of one rank"):
         divided.get_state_tree()
     divided.load_weights(_weights_of(plain, folder))
+    with pytest.raises(RuntimeError, match="broadcast from a rank that has loaded it"):
+        divided.optimizer.receive_state(None)  # from a root that has not loaded it
     fit(divided, epochs=1)
     fit(plain, epochs=1, alone=True)
     check_close(divided, plain)
