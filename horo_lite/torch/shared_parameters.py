@@ -9,12 +9,12 @@ the new ones. What the user writes, all ranks see at once.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import compress
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from horo_lite._native import Segment
 from horo_lite.collectives.calls import Compare, Part
@@ -25,8 +25,8 @@ from horo_lite.torch.bucket_views import can_share, places_of, view_of
 if TYPE_CHECKING:
     from horo_lite.collectives.group import Group
 
-# Where the parameters are that were moved to such memory.
-_address_of: MutableMapping[Any, int] = WeakIdKeyDictionary()
+# Such memory, and where it ends. Not by parameter: torch cannot swap tensors with weak references.
+_ends: WeakKeyDictionary[Segment, int] = WeakKeyDictionary()
 
 
 class SharedParameters:
@@ -41,7 +41,6 @@ class SharedParameters:
         for parameter, view in self._views.values():
             if parameter.data_ptr() != view.data_ptr():
                 parameter.data = view
-                _address_of[parameter] = view.data_ptr()
         self.note_versions()
 
     def __contains__(self, i: object) -> bool:
@@ -122,6 +121,7 @@ def share_parameters(
         if memory is None:
             _end(group, parameters)
             return None
+        _ends[memory.segment] = memory.segment.address + n_bytes
         weakref.finalize(owner, _make_private, weakref.ref(memory.segment)).atexit = False
         for i, begin in zip(rest, begins, strict=True):
             if begin is not None:
@@ -149,5 +149,6 @@ def _make_private(segment: weakref.ref[Segment]) -> None:
 
 def make_own(parameter: Any) -> None:
     """Give this rank a copy of its own of a parameter that it shares with others."""
-    if _address_of.pop(parameter, None) == parameter.data_ptr():
+    address = parameter.data_ptr()
+    if any(segment.address <= address < end for segment, end in list(_ends.items())):
         parameter.data = torch.clone(parameter.detach())

@@ -165,6 +165,22 @@ def test_parameters_stay_where_they_are_when_the_state_is_divided_again() -> Non
     assert all(where == found[0][1] and all(where) for _, where in found)
 
 
+def test_parameters_that_are_swapped_move_back() -> None:
+    def rank(group: Group) -> Any:
+        net = network()
+        optimizer = wrap(KINDS["Adam"](net.parameters()), group)
+        train(net, optimizer, group.rank, range(2))
+        for p in net.parameters():
+            torch.utils.swap_tensors(p, nn.Parameter(p.detach().clone()))
+        assert not any(memory_of(net.parameters()))
+        train(net, optimizer, group.rank, range(2, 5))
+        assert all(memory_of(net.parameters()))
+        return net
+
+    for net in run_threads(3, rank):
+        assert_same_bits(net, divided_alone(3))
+
+
 def test_memory_that_can_no_longer_be_had_ends_the_sharing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
