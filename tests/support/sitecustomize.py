@@ -3,11 +3,15 @@
 Python runs this file as it starts, if this folder is on PYTHONPATH. Every optimizer of PyTorch
 imports the compiler (and with it SymPy: 1.7 s of CPU) only to mark functions that it must not
 compile. It is executed only if something else of it is used.
+
+Ranks may also be spared packages that are optional: HORO_LITE_TEST_WITHOUT names those that cannot
+be imported, as if they were not installed.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -16,6 +20,7 @@ from types import ModuleType
 from typing import Any
 
 COMPILER = "torch._dynamo"
+WITHOUT = os.environ.get("HORO_LITE_TEST_WITHOUT", "").split()
 
 
 def disable(function: Callable[..., Any] | None = None, *_: object, **__: object) -> Any:
@@ -51,6 +56,8 @@ class Finder(MetaPathFinder, Loader):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Find the compiler, or a module inside it, which is imported at once."""
+        if fullname in WITHOUT:
+            raise ModuleNotFoundError(f"No module named {fullname!r}", name=fullname)
         if fullname == COMPILER and (spec := PathFinder.find_spec(fullname, path, target)):
             spec.loader = self
             return spec
