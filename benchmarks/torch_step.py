@@ -12,7 +12,9 @@ distance is unknown (a job of one rank), it is missing in the table's title.
 The models:
 
     sums         ResNet-50's parameters, whose gradients cost no more than writing them
-    waiting      the same, but backward() waits before each gradient, as for an accelerator, three
+    sums30m      the parameters of a transformer, 32 million in 105 tensors; likewise
+    sums100m     100 million in 145 tensors; likewise
+    waiting      as sums, but backward() waits before each gradient, as for an accelerator, three
                  times as long as the exchange alone: cores are free for the exchange
     resnet50     ResNet-50, on small images, so that backward() takes as long as a few exchanges
     transformer  the model of examples/torch/language_model.py
@@ -55,7 +57,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -87,7 +89,15 @@ DIVIDED = (
     "one copy",
     "DDP gloo, ZeroRedundancyOptimizer",
 )
-TURNS = {"sums": 10, "waiting": 6, "resnet50": 6, "transformer": 6}
+TURNS = {
+    "sums": 10,
+    "sums30m": 10,
+    "sums100m": 6,
+    "waiting": 6,
+    "resnet50": 6,
+    "transformer": 6,
+}
+USUAL = ["sums", "waiting", "resnet50", "transformer"]
 BACKWARD_PER_EXCHANGE = 3  # of "waiting"
 
 
@@ -193,9 +203,13 @@ class Model(NamedTuple):
     exact: bool
 
 
-def sums(comm: Any, options: argparse.Namespace) -> Model:
-    """Return a model with ResNet-50's 161 shapes and gradients that are exact in half precision."""
-    shapes = resnet50_shapes()
+def sums(
+    comm: Any,
+    options: argparse.Namespace,
+    shapes_of: Callable[[], Sequence[Sequence[int]]] = resnet50_shapes,
+) -> Model:
+    """Return a model with these shapes and gradients that are exact in half precision."""
+    shapes = shapes_of()
     sizes = [math.prod(shape) for shape in shapes]
     of_rank = [
         np.random.default_rng(r).integers(0, 16, sum(sizes), np.int8) for r in range(comm.size)
@@ -225,18 +239,31 @@ def resnet50(comm: Any, options: argparse.Namespace) -> Model:
     )
 
 
-def transformer(comm: Any, options: argparse.Namespace) -> Model:
-    """Return the transformer of examples/torch/language_model.py, with 4 layers of 256."""
+def network_of_example() -> Any:
+    """Return the class of examples/torch/language_model.py."""
     path = HERE.parent.parent / "examples/torch/language_model.py"
     spec = importlib.util.spec_from_file_location("language_model", path)
     assert spec is not None
     assert spec.loader is not None
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
+    return example.Transformer
+
+
+def transformer_shapes(layers: int, width: int) -> list[Sequence[int]]:
+    """Return the shapes of a transformer's parameters."""
+    with torch.device("meta"):
+        network = network_of_example()(layers=layers, width=width, heads=8, context=128)
+    return [tuple(p.shape) for p in network.parameters()]
+
+
+def transformer(comm: Any, options: argparse.Namespace) -> Model:
+    """Return the transformer of examples/torch/language_model.py, with 4 layers of 256."""
+    kind = network_of_example()
     numbers = torch.Generator().manual_seed(comm.rank)
     text = torch.randint(256, (4, 129), generator=numbers)
     return _computed(
-        lambda: example.Transformer(layers=4, width=256, heads=4, context=128),
+        lambda: kind(layers=4, width=256, heads=4, context=128),
         lambda module: nn.functional.cross_entropy(
             module(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten()
         ),
@@ -267,6 +294,8 @@ def _computed(
 
 MODELS: dict[str, Callable[[Any, argparse.Namespace], Model]] = {
     "sums": sums,
+    "sums30m": partial(sums, shapes_of=lambda: transformer_shapes(10, 512)),
+    "sums100m": partial(sums, shapes_of=lambda: transformer_shapes(14, 768)),
     "waiting": sums,
     "resnet50": resnet50,
     "transformer": transformer,
@@ -825,7 +854,7 @@ def main() -> None:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument(
-        "--models", nargs="+", choices=MODELS, default=list(MODELS), help="models to train"
+        "--models", nargs="+", choices=MODELS, default=USUAL, help="models to train"
     )
     parser.add_argument(
         "--optimizers",
