@@ -7,7 +7,7 @@ how they receive the parameters that others have updated, and how they collect t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from horo_lite.adapters.object import is_array
@@ -28,6 +28,10 @@ GRAIN = 64
 compute each element as they would in the whole parameter, and not in their scalar remainders."""
 
 
+_MOST_CUTS = 64
+"""A rank's share consists of about that many pieces of large parameters, beside small ones."""
+
+
 class Piece(NamedTuple):
     """The elements [start, stop) of a parameter, in memory order, which belong to one rank."""
 
@@ -41,7 +45,9 @@ def divide(sizes: Sequence[int], may_cut: Sequence[bool], n_ranks: int) -> list[
     """Deal parameters to ranks, with about as many elements for each.
 
     Those that may not be cut are dealt first, the largest first, each to the rank that has least.
-    The others fill up the ranks' shares in order, and at most n_ranks - 1 of them are cut.
+    Then the others, in order: a large one is cut into a piece for each rank that has room, so that
+    ranks also have about as many elements of each bucket of gradients, and links carry as much in
+    both directions.
 
     Args:
         sizes: The number of elements of each parameter.
@@ -49,31 +55,34 @@ def divide(sizes: Sequence[int], may_cut: Sequence[bool], n_ranks: int) -> list[
         n_ranks: The number of ranks.
 
     Returns:
-        The pieces, ordered by parameter and start.
+        The pieces, ordered by parameter and start. A rank has at most one of each parameter.
     """
     share = sum(sizes) / n_ranks
+    smallest = max(GRAIN, int(share / _MOST_CUTS))
     loads = [0] * n_ranks
     pieces = []
 
-    def give(i: int, start: int, stop: int, rank: int) -> None:
-        pieces.append(Piece(i, start, stop, rank))
-        loads[rank] += stop - start
-
-    whole = [i for i, cut in enumerate(may_cut) if not cut]
-    for i in sorted(whole, key=lambda i: -sizes[i]):
-        give(i, 0, sizes[i], loads.index(min(loads)))
-    rank = 0
-    for i, size in enumerate(sizes):
-        start = 0
-        while may_cut[i]:
-            while rank < n_ranks - 1 and share - loads[rank] < GRAIN:
-                rank += 1
-            room = int(share - loads[rank]) // GRAIN * GRAIN
-            stop = size if rank == n_ranks - 1 or size - start < room + GRAIN else start + room
-            give(i, start, stop, rank)
+    def give(i: int, ranks: Sequence[int], rooms: Sequence[float]) -> None:
+        """Cut parameter i in proportion to the ranks' rooms."""
+        start, room = 0, sum(rooms)
+        for rank, until in zip(ranks, accumulate(rooms), strict=True):
+            stop = sizes[i] if rank == ranks[-1] else int(sizes[i] * until / room) // GRAIN * GRAIN
+            if start < stop or sizes[i] == 0:
+                pieces.append(Piece(i, start, stop, rank))
+                loads[rank] += stop - start
             start = stop
-            if start == size:
-                break
+
+    for i in sorted((i for i, cut in enumerate(may_cut) if not cut), key=lambda i: -sizes[i]):
+        give(i, [loads.index(min(loads))], [1.0])
+    rooms = [max(share - load, 0.0) for load in loads]
+    with_room = [rank for rank, room in enumerate(rooms) if room > 0] or [0]
+    for i in (i for i, cut in enumerate(may_cut) if cut):
+        n = max(1, sizes[i] // smallest)
+        if n < len(with_room):
+            least = sorted(sorted(with_room, key=loads.__getitem__)[:n])
+            give(i, least, [1.0] * n)
+        else:
+            give(i, with_room, [rooms[rank] or 1.0 for rank in with_room])
     return sorted(pieces)
 
 

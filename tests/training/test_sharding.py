@@ -30,8 +30,8 @@ def test_every_element_belongs_to_one_rank_and_no_rank_has_too_many(
         for piece in own:
             loads[piece.owner] += piece.stop - piece.start
     largest = max((size for size, cut in zip(sizes, may_cut, strict=True) if not cut), default=0)
-    assert max(loads) <= sum(sizes) / n_ranks + max(largest, n_ranks * GRAIN)
-    assert len(pieces) <= len(sizes) + n_ranks - 1
+    assert max(loads) <= sum(sizes) / n_ranks + max(largest, 2 * len(sizes) * GRAIN)
+    assert len(pieces) <= len(sizes) + n_ranks * 66
 
 
 def test_the_largest_are_dealt_first_and_others_fill_up() -> None:
@@ -43,3 +43,21 @@ def test_the_largest_are_dealt_first_and_others_fill_up() -> None:
         Piece(2, 320, 640, 1),
         Piece(3, 0, 200, 1),
     ]
+    assert divide([9000, 3000, 6000], [False, True, True], 2) == [
+        Piece(0, 0, 9000, 0),
+        Piece(1, 0, 3000, 1),
+        Piece(2, 0, 6000, 1),
+    ]
+
+
+@given(st.lists(st.integers(1, 10**6), min_size=1, max_size=50), st.integers(1, 70))
+def test_each_rank_has_as_much_of_each_large_parameter(sizes: list[int], n_ranks: int) -> None:
+    pieces = divide(sizes, [True] * len(sizes), n_ranks)
+    share = sum(sizes) / n_ranks
+    for i, size in enumerate(sizes):
+        own = [piece.stop - piece.start for piece in pieces if piece.parameter == i]
+        if size > n_ranks * max(GRAIN, share / 64):
+            assert len(own) == n_ranks
+            assert max(own) - min(own) <= 2 * GRAIN
+    loads = [sum(p.stop - p.start for p in pieces if p.owner == r) for r in range(n_ranks)]
+    assert max(loads) <= 1.1 * share + 2 * len(sizes) * GRAIN
