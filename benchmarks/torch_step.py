@@ -26,9 +26,10 @@ rank each: network namespaces of this machine, which need root.
 
 With `--contenders "state divided" "gradients divided" "one copy" "DDP gloo,
 ZeroRedundancyOptimizer"` each rank updates its share of the parameters only: the additional time is
-that of the exchange, minus the update that other ranks do. Then "updates" is the time of exchange
-and update, in updates of all parameters by one rank while the others sleep. "gradients divided"
-receives the averages of its share only, which are not compared; "one copy" has one of the
+that of the exchange, minus the update that other ranks do; it is less than nothing where gradients
+in shared memory save the page faults of new ones. "update" is the time of the optimizer's step(),
+with what it receives, in updates of all parameters by one rank while the others sleep. "gradients
+divided" receives the averages of its share only, which are not compared; "one copy" has one of the
 parameters for all ranks of the host. `--optimizers fused-adam` has the fastest update.
 
 "DDP, nothing exchanged" is DistributedDataParallel with a communication hook that leaves every
@@ -596,8 +597,8 @@ def measure(
         everyone = together(one.step)
         times["step"] = max(step for step, _, _ in everyone)
         times["backward"] = max(backward for _, backward, _ in everyone)
+        times["update"] = max(update for _, _, update in everyone)
         if one is plain:
-            times["update"] = max(update for _, _, update in everyone)
             times["one update"] = max(together(update_alone))
         times["distance"] = distance_of(before, cores.round_trip_ns())
         one.check()
@@ -781,12 +782,9 @@ def table(job: dict[str, Any], result: dict[str, Any], memory: dict[str, int], k
         return statistics.median(1e3 * turn[name][what] for turn in turns_of(name))
 
     def updates(name: str) -> float:
-        both = (
-            (turn[name]["step"] - turn[LOCAL]["step"] + turn[LOCAL]["update"])
-            / turn[LOCAL]["one update"]
-            for turn in turns_of(name)
+        return statistics.median(
+            turn[name]["update"] / turn[LOCAL]["one update"] for turn in turns_of(name)
         )
-        return statistics.median(both)
 
     names = [name for name in turns[0] if name != MEMCPY]
     width = max(map(len, [MEMCPY, *names]))
@@ -798,7 +796,7 @@ def table(job: dict[str, Any], result: dict[str, Any], memory: dict[str, int], k
         " " * width
         + f"{'turns':>7}{'step ms':>10}{'exchange ms':>13}{'memcpys':>9}{'of step':>9}"
         + f"{'alone':>8}{'hidden':>8}"
-        + (f"{'updates':>9}" if is_divided else "")
+        + (f"{'update':>9}" if is_divided else "")
         + (f"{'MiB more':>10}" if memory else ""),
         f"{MEMCPY:<{width}}{len(turns):>7}{'':>10}{unit:>13.2f}{1:>9.2f}",
     ]
@@ -820,8 +818,10 @@ def table(job: dict[str, Any], result: dict[str, Any], memory: dict[str, int], k
                 line += f"{alone / unit:>8.2f}{1 - exchange / alone:>8.0%}"
             elif is_divided:
                 line += " " * 16
-            if is_divided:
-                line += f"{updates(name):>9.2f}"
+        elif is_divided:
+            line += " " * 47
+        if is_divided:
+            line += f"{updates(name):>9.2f}"
         line += f"{memory[name] / 2**20:>10.1f}" if name in memory else ""
         lines.append(line)
     backward = f"backward() without communication: {median(LOCAL, 'backward'):.2f} ms"
