@@ -41,13 +41,8 @@ def scattered(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         seen.append(bool(call.division))
         reduce(call, *args)
 
-    def make(optimizer: Any, *args: Any, shard_state: Any = False, **options: Any) -> Any:
-        options["shard_gradients"] = bool(shard_state)
-        return DistributedOptimizer(optimizer, *args, shard_state=shard_state, **options)
-
     monkeypatch.setattr(Exchange, "_reduce", noted)
-    monkeypatch.setattr(divided, "DistributedOptimizer", make)
-    monkeypatch.setattr(ordinary, "DistributedOptimizer", functools.partial(make, shard_state=True))
+    divided.use_option(monkeypatch, "shard_gradients")
     return seen
 
 

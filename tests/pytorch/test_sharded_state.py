@@ -75,6 +75,17 @@ def wrap(optimizer: Any, group: Group, **options: Any) -> Any:
     return DistributedOptimizer(optimizer, process_set=group, shard_state=True, **options)
 
 
+def use_option(monkeypatch: pytest.MonkeyPatch, option: str) -> None:
+    """Make optimizers whose state is divided with that option, too, here and in `ordinary`."""
+
+    def make(optimizer: Any, *args: Any, shard_state: Any = False, **options: Any) -> Any:
+        options[option] = bool(shard_state)
+        return hvd.DistributedOptimizer(optimizer, *args, shard_state=shard_state, **options)
+
+    monkeypatch.setitem(globals(), "DistributedOptimizer", make)
+    monkeypatch.setattr(ordinary, "DistributedOptimizer", functools.partial(make, shard_state=True))
+
+
 def train(net: Any, optimizer: Any, rank: int, steps: range = range(5)) -> None:
     for step in steps:
         optimizer.zero_grad()

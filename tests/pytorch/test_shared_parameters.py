@@ -63,13 +63,8 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         received.extend(call.names)
         return move(call, part, *rest)
 
-    def make(optimizer: Any, *args: Any, shard_state: Any = False, **options: Any) -> Any:
-        options["shared_parameters"] = bool(shard_state)
-        return DistributedOptimizer(optimizer, *args, shard_state=shard_state, **options)
-
     monkeypatch.setattr(AllGatherInPlace, "move", noted)
-    monkeypatch.setattr(divided, "DistributedOptimizer", make)
-    monkeypatch.setattr(ordinary, "DistributedOptimizer", functools.partial(make, shard_state=True))
+    divided.use_option(monkeypatch, "shared_parameters")
     return received
 
 
