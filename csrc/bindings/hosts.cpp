@@ -215,7 +215,7 @@ struct PyHostsGroup : RankGroup {
     hosts.allreduce(tensors, op, wire, weights, factor);
   }
   void reduce_scatter(const std::vector<std::vector<TensorRef>>& parts, Op op, Wire wire,
-                      const std::vector<double>& weights, Factor factor) override {
+                      const std::vector<double>& weights, Factor factor, const std::vector<ptrdiff_t>&) override {
     hosts.reduce_scatter(parts, op, wire, weights, factor);
   }
   std::unique_ptr<Channel> engine_channel(const std::shared_ptr<RankGroup>& self) override {

@@ -53,15 +53,17 @@ void bind_rank_group(nb::module_& m) {
       .def(
           "reduce_scatter",
           [](RankGroup& g, ListOf<PyTensors> parts, const Tensors& result, const std::string& op,
-             const std::string& wire, double prescale, double scale, double divisor,
-             const std::vector<double>& weights) {
+             const std::string& wire, double prescale, double scale, double divisor, const std::vector<double>& weights,
+             const std::vector<ptrdiff_t>& distances) {
             const auto refs = parts_with_result(parts, g.size(), g.rank(), result);
             const WithoutGil release;
-            g.reduce_scatter(refs, op_of(op), wire_of(wire), multiplied(weights, prescale, g.size()), {scale, divisor});
+            g.reduce_scatter(refs, op_of(op), wire_of(wire), multiplied(weights, prescale, g.size()), {scale, divisor},
+                             distances);
           },
           "parts"_a, "result"_a, "op"_a, "wire"_a, "prescale"_a = 1.0, "scale"_a = 1.0, "divisor"_a = 1.0,
-          "weights"_a = std::vector<double>(),
-          "Leave the reduction of parts[rank] in `result`; each part has the same sizes on all ranks.")
+          "weights"_a = std::vector<double>(), "distances"_a = std::vector<ptrdiff_t>(),
+          "Leave the reduction of parts[rank] in `result`; each part has the same sizes on all ranks. With "
+          "`distances`, the parts are in memory that all ranks share, as above.")
       .def(
           "check_peers", [](RankGroup& g, const std::string& name, int awaited) { g.check_peers(awaited, name); },
           "name"_a, "awaited"_a = -1, nb::call_guard<WithoutGil>(),

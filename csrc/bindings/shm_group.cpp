@@ -34,6 +34,10 @@ size_t total_bytes(const std::vector<TensorRef>& refs) {
   return total;
 }
 
+Layout in_place(const std::vector<TensorRef>& tensors, Op op, int n_shares) {
+  return Layout(tensors, op, Wire::kNone, std::numeric_limits<size_t>::max(), n_shares);
+}
+
 }  // namespace
 
 std::unique_ptr<Channel> PyShmGroup::engine_channel(const std::shared_ptr<RankGroup>& self) {
@@ -47,13 +51,17 @@ void PyShmGroup::allreduce(const std::vector<TensorRef>& tensors, Op op, Wire wi
     shm.allreduce(Layout(tensors, op, within_host(wire), shm.chunk_bytes(total_bytes(tensors)), size()), weights,
                   factor);
   } else {
-    const Layout layout(tensors, op, Wire::kNone, std::numeric_limits<size_t>::max(), size());
-    shm.reduce_in_place(layout, distances, factor);
+    shm.reduce_in_place(in_place(tensors, op, size()), distances, factor);
   }
 }
 
 void PyShmGroup::reduce_scatter(const std::vector<std::vector<TensorRef>>& parts, Op op, Wire wire,
-                                const std::vector<double>& weights, Factor factor) {
+                                const std::vector<double>& weights, Factor factor,
+                                const std::vector<ptrdiff_t>& distances) {
+  if (!distances.empty()) {
+    shm.reduce_in_place(in_place(parts[static_cast<size_t>(rank())], op, 1), distances, factor);
+    return;
+  }
   size_t total = 0;
   for (const std::vector<TensorRef>& part : parts) total += total_bytes(part);
   shm.reduce_scatter(Layout(parts, op, within_host(wire), shm.chunk_bytes(total)), weights, factor);

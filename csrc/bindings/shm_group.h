@@ -33,7 +33,8 @@ struct PyShmGroup : RankGroup {
   void allreduce(const std::vector<TensorRef>& tensors, Op op, Wire wire, const std::vector<double>& weights,
                  Factor factor, const std::vector<ptrdiff_t>& distances) override;
   void reduce_scatter(const std::vector<std::vector<TensorRef>>& parts, Op op, Wire wire,
-                      const std::vector<double>& weights, Factor factor) override;
+                      const std::vector<double>& weights, Factor factor,
+                      const std::vector<ptrdiff_t>& distances) override;
   std::unique_ptr<Channel> engine_channel(const std::shared_ptr<RankGroup>& self) override;
   void check_peers(int awaited, const std::string& name) override { shm.check_peers(awaited, name); }
   // All that it has sent is here.

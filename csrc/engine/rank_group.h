@@ -27,9 +27,10 @@ class RankGroup {
   // memory that all ranks share, as in ShmGroup::reduce_in_place, and there are no weights.
   virtual void allreduce(const std::vector<TensorRef>& tensors, Op op, Wire wire, const std::vector<double>& weights,
                          Factor factor, const std::vector<ptrdiff_t>& distances) = 0;
-  // Leaves the reduction of parts[rank()] in its own tensors.
+  // Leaves the reduction of parts[rank()] in its own tensors. With `distances` as above.
   virtual void reduce_scatter(const std::vector<std::vector<TensorRef>>& parts, Op op, Wire wire,
-                              const std::vector<double>& weights, Factor factor) = 0;
+                              const std::vector<double>& weights, Factor factor,
+                              const std::vector<ptrdiff_t>& distances) = 0;
   // For a group that belongs to engines: the channel between them. `self` is this group.
   virtual std::unique_ptr<Channel> engine_channel(const std::shared_ptr<RankGroup>& self) = 0;
 

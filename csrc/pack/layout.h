@@ -168,9 +168,10 @@ class Layout {
   }
 
   // The same for tensors in memory that all ranks have mapped, with the same layout on every rank: `distances[r]` is
-  // how far rank r's tensors are from these. The result goes into all of them. Only for kernels whose wire is the
-  // tensor's own format.
-  void reduce_in_place(size_t chunk, int share, const std::vector<ptrdiff_t>& distances, Factor factor) const {
+  // how far rank r's tensors are from these. The result goes into all of them if `to_all`, else into these. Only for
+  // kernels whose wire is the tensor's own format.
+  void reduce_in_place(size_t chunk, int share, const std::vector<ptrdiff_t>& distances, Factor factor,
+                       bool to_all) const {
     const size_t n_ranks = distances.size();
     for (size_t t = 0; t < tensors_.size(); ++t) {
       if (kernels_[t]->block_bytes != kBlockElements * kernels_[t]->item_bytes) {
@@ -186,9 +187,10 @@ class Layout {
         const size_t n = std::min(kBlockElements, piece.n_elements - first);
         uint8_t* own = static_cast<uint8_t*>(to(piece)) + first * kernels.item_bytes;
         for (size_t r = 0; r < n_ranks; ++r) ranks[r] = own + distances[r];
-        kernels.reduce(
-            {ranks.data(), static_cast<int>(n_ranks), -1, own, nullptr, n, factor, ranks[0], ranks[n_ranks - 1]});
-        for (size_t r = 1; r + 1 < n_ranks; ++r) std::memcpy(ranks[r], ranks[0], n * kernels.item_bytes);
+        uint8_t* const result = to_all ? ranks[0] : own;
+        uint8_t* const copy = to_all ? ranks[n_ranks - 1] : nullptr;
+        kernels.reduce({ranks.data(), static_cast<int>(n_ranks), -1, own, nullptr, n, factor, result, copy});
+        for (size_t r = 1; to_all && r + 1 < n_ranks; ++r) std::memcpy(ranks[r], result, n * kernels.item_bytes);
       }
     }
   }

@@ -620,7 +620,10 @@ void ShmGroup::reduce_scatter(const Layout& layout, const std::vector<double>& w
 // Every element is read and written by the owner of its share only, so ranks wait for each other only once, at the end.
 void ShmGroup::reduce_in_place(const Layout& layout, const std::vector<ptrdiff_t>& distances, Factor factor) {
   PhaseClock clock;
-  for (size_t chunk = 0; chunk < layout.n_chunks(); ++chunk) layout.reduce_in_place(chunk, rank_, distances, factor);
+  const bool to_all = layout.n_shares() == size_;
+  for (size_t chunk = 0; chunk < layout.n_chunks(); ++chunk) {
+    layout.reduce_in_place(chunk, to_all ? rank_ : 0, distances, factor, to_all);
+  }
   signal(block(rank_).reduced, ++reduced_);
   clock.ends(Phase::kReduce);
   wait_for_all(&RankBlock::reduced, reduced_);

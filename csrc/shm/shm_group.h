@@ -84,7 +84,8 @@ class ShmGroup {
   // Reduces the layout's tensors, in place or from their sources; `layout` has chunk_bytes(…) and size() shares.
   void allreduce(const Layout& layout, const std::vector<double>& weights, Factor factor);
   // The same for tensors in memory that all ranks share, rank r's at `distances[r]` bytes from this one's: every rank
-  // reduces its share of all of them in place. `layout` has a single chunk and size() shares.
+  // reduces its share of all of them in place. `layout` has a single chunk and size() shares; or one share, which is
+  // different on every rank, and then only this rank's tensors get the result.
   void reduce_in_place(const Layout& layout, const std::vector<ptrdiff_t>& distances, Factor factor);
   // Rank r gets only share r, reduced; the others' shares do not change. `layout` has size() parts and chunk_bytes(…).
   void reduce_scatter(const Layout& layout, const std::vector<double>& weights, Factor factor);

@@ -305,16 +305,17 @@ class AllReduce(Call[bool]):
         )
 
     def _reduce(self, part: Part, transport: Transport, reduction: Reduction) -> None:
+        tensors, size = part.memory.tensors, transport.size
+        scatter = self._scatter(part, transport)
+        parts = [self.part_of(r, size, tensors) for r in range(size)] if scatter else []
         if self.op is Adasum:
             adasum.reduce(part.memory, transport, self.prescale_factor, self.postscale_factor)
         elif part.offsets is not None and part.shared is not None:
-            transport.reduce_in_place(part.memory.tensors, part.shared, reduction)
-        elif scatter := self._scatter(part, transport):
-            size = transport.size
-            parts = [self.part_of(r, size, part.memory.tensors) for r in range(size)]
+            transport.reduce_in_place(tensors, part.shared, reduction, parts)
+        elif scatter:
             scatter(parts, parts[transport.rank], reduction)
         else:
-            transport.allreduce(part.memory.tensors, reduction)
+            transport.allreduce(tensors, reduction)
 
     def _scatter(self, part: Part, transport: Transport) -> interface.ReduceScatter | None:
         """Return the transport's reduce-scatter, if each rank needs its part only."""

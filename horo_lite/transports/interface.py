@@ -151,11 +151,16 @@ class Transport(ABC):
         """Leave the result of the reduction in every tensor."""
 
     def reduce_in_place(
-        self, tensors: _native.Tensors, memory: SharedMemory, reduction: Reduction
+        self,
+        tensors: _native.Tensors,
+        memory: SharedMemory,
+        reduction: Reduction,
+        parts: Sequence[_native.Tensors] = (),
     ) -> None:
         """Reduce like `allreduce`, tensors at the same offsets in every rank's shared memory.
 
-        The reduction has wire "none", no prescale and no weights.
+        The reduction has wire "none", no prescale and no weights. If `parts`, those of each rank,
+        are given, a rank need not get the results of others' parts.
         """
         self.allreduce(tensors, reduction)
 
@@ -282,9 +287,13 @@ class OverHost(Transport):
         self._host.allreduce(tensors, reduction)
 
     def reduce_in_place(
-        self, tensors: _native.Tensors, memory: SharedMemory, reduction: Reduction
+        self,
+        tensors: _native.Tensors,
+        memory: SharedMemory,
+        reduction: Reduction,
+        parts: Sequence[_native.Tensors] = (),
     ) -> None:
-        self._host.reduce_in_place(tensors, memory, reduction)
+        self._host.reduce_in_place(tensors, memory, reduction, parts)
 
     def broadcast(self, tensors: _native.Tensors, root: int) -> None:
         self._host.broadcast(tensors, root)

@@ -31,9 +31,17 @@ class ShmTransport(HostTransport):
         self.group = self.native_group = group
 
     def reduce_in_place(
-        self, tensors: _native.Tensors, memory: SharedMemory, reduction: Reduction
+        self,
+        tensors: _native.Tensors,
+        memory: SharedMemory,
+        reduction: Reduction,
+        parts: Sequence[_native.Tensors] = (),
     ) -> None:
-        self.group.allreduce(tensors, *reduction, memory.distances)
+        if parts:
+            mine = parts[self.rank]
+            self.group.reduce_scatter(list(parts), mine, *reduction, memory.distances)
+        else:
+            self.group.allreduce(tensors, *reduction, memory.distances)
 
     def broadcast(self, tensors: _native.Tensors, root: int) -> None:
         sizes = [tensors.nbytes if r == root else 0 for r in range(self.size)]

@@ -472,6 +472,21 @@ def test_the_core_adds_up_in_place_and_touches_nothing_else() -> None:
             ops.barrier(group=group)
         for a, b in zip(shared, own, strict=True):
             assert a.tobytes() == b.tobytes()
+        # Divided, by cuts anywhere: each rank gets its part, and the rest stays as it was.
+        before = [np.roll(array, group.rank + 1) for array in own]
+        for array, numbers in zip(shared, before, strict=True):
+            array[...] = numbers
+        reduced = [numbers.copy() for numbers in before]
+        group.exchange(reduced, names=names, label="again", op=op)
+        draw = np.random.default_rng(group.size)
+        cuts = [[0, *sorted(draw.integers(0, x.size + 1, group.size - 1)), x.size] for x in own]
+        division = [[(int(c[r]), int(c[r + 1])) for c in cuts] for r in range(group.size)]
+        how = {"op": op, "shared": memory, "division": division}
+        group.exchange(shared, names=names, label="divided", **how)
+        mine = division[group.rank]
+        for array, x, y, (start, stop) in zip(shared, reduced, before, mine, strict=True):
+            expected = [y[:start], x[start:stop], y[stop:]]
+            assert array.tobytes() == np.concatenate(expected).tobytes()
         assert np.all(everything[~taken] == 99)
         # Integers are averaged in a wider type, so not in place.
         counts = _native.Tensors([memory.array(0, 400).view(np.int32)])

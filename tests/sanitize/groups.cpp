@@ -58,9 +58,18 @@ void in_place(Rank& me, Random& random) {
   me.direct.agree("gradients", {});
   std::vector<ptrdiff_t> distances;
   for (int r = 0; r < me.size; ++r) distances.push_back((r - me.rank) * static_cast<ptrdiff_t>(Host::kGradientBytes));
-  const Layout layout(tensors.refs, what.op, what.wire, std::numeric_limits<size_t>::max(), me.size);
-  me.direct.reduce_in_place(layout, distances, {1.0, what.op == Op::kAverage ? static_cast<double>(me.size) : 1.0});
-  check_result(what, tensors, me.size, me.size);
+  const Factor factor{1.0, what.op == Op::kAverage ? static_cast<double>(me.size) : 1.0};
+  const size_t all = std::numeric_limits<size_t>::max();
+  size_t first = 0, last = what.sizes.size();
+  const bool is_divided = random() % 2 == 0;  // each rank gets the results of some tensors only
+  if (is_divided) {
+    last = first_of_part(what.sizes.size(), me.rank + 1, me.size);
+    first = first_of_part(what.sizes.size(), me.rank, me.size);
+  }
+  const std::vector<TensorRef> mine(tensors.refs.begin() + static_cast<ptrdiff_t>(first),
+                                    tensors.refs.begin() + static_cast<ptrdiff_t>(last));
+  me.direct.reduce_in_place(Layout(mine, what.op, what.wire, all, is_divided ? 1 : me.size), distances, factor);
+  check_result(what, tensors, me.size, me.size, first, last);
 }
 
 // Parts with the same dtypes on every rank, and of any sizes.
