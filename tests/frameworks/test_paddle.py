@@ -123,6 +123,40 @@ def states() -> None:
     hvd.check_in_sync(opt, state=True)
 
 
+def divided() -> None:
+    rank = hvd.init().rank
+    for kind in ("SGD", "Momentum", "Adam", "AdamW"):
+        owned = []
+
+        def make(parameters: Any, kind: str = kind, owned: list[str] = owned) -> Any:
+            owned += [p.name for p in parameters]
+            return getattr(paddle.optimizer, kind)(0.01, parameters=parameters)
+
+        whole, net = CONTRACT.network(0), CONTRACT.network(0)
+        parameters = net.parameters()
+        plain = hvd.DistributedOptimizer(make(whole.parameters(), owned=[]))
+        sharded = hvd.DistributedOptimizer(make, parameters=parameters, shard_state=True)
+        for step in range(4):
+            if step == 2:
+                state = sharded.state_dict()
+                assert len(state) == len(parameters)
+                sharded.load_state_dict(state)
+            x, y = map(paddle.to_tensor, samples(3, 3 * step + rank))
+            for model, opt in ((whole, plain), (net, sharded)):
+                opt.clear_grad()
+                nn.functional.cross_entropy(model(x), y).backward()
+                opt.step()
+        for p, q in zip(whole.parameters(), parameters, strict=True):
+            assert p.numpy().tobytes() == q.numpy().tobytes(), kind
+        everyone = hvd.allgather_object(owned)
+        assert sum(len(set(names)) for names in everyone) == len(parameters)
+        assert all(len(set(names)) < len(parameters) for names in everyone)
+
+
+def test_divided_states() -> None:
+    on_ranks(divided, 3, timeout_s=120)
+
+
 def test_tensors_and_states() -> None:
     on_ranks(states, 3, timeout_s=120)
 
