@@ -95,7 +95,7 @@ def register_adapter(adapter: Adapter) -> None:
 def adapter_of(obj: object) -> Adapter:
     """Return the adapter for an optimizer, module, parameter or array; by default the generic one.
 
-    Never imports a framework: if it is not in `sys.modules`, none of its objects can exist.
+    Never imports a framework: if `sys.modules` does not hold it, none of its objects can exist.
     """
     for adapter in reversed(_registered):
         if adapter.matches(obj):
@@ -104,7 +104,7 @@ def adapter_of(obj: object) -> Adapter:
     if known is not None:
         return known
     for name in _BUILT_IN:
-        if name in sys.modules:
+        if sys.modules.get(name) is not None:  # None keeps a framework from being imported
             if name not in _loaded:
                 _loaded[name] = _load(name)
             adapter_or_none = _loaded[name]

@@ -103,7 +103,8 @@ exchange."""
 
 
 def _is_transformation(obj: object) -> bool:
-    return "optax" in sys.modules and isinstance(obj, sys.modules["optax"].GradientTransformation)
+    optax = sys.modules.get("optax")
+    return optax is not None and isinstance(obj, optax.GradientTransformation)
 
 
 def _is_registered(obj: object) -> bool:

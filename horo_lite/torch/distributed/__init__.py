@@ -55,7 +55,7 @@ def new_process_group(options: Any) -> ProcessGroup:
         group = world.group
     else:
         group = groups.new_group_of_members(ranks, options.group_id)
-    if not ranks and rank == 0 and "ignite.distributed" in sys.modules:
+    if not ranks and rank == 0 and sys.modules.get("ignite.distributed") is not None:
         warnings.warn(
             "Ignite's auto_model() knows the backends nccl, gloo, mpi and horovod: on horo_lite it "
             "does not wrap a model in DistributedDataParallel, and replicas diverge. Do it "
