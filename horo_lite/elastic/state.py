@@ -19,7 +19,7 @@ import numpy as np
 from horo_lite import _native, checkpoint, context, ops
 from horo_lite._native import Tensors
 from horo_lite.adapters import adapter_of, from_numpy, to_host
-from horo_lite.adapters.object import is_array
+from horo_lite.adapters.object import VariablesAdapter, is_array
 from horo_lite.collectives.arrays import gpu_of
 from horo_lite.elastic.sampler import Sampler
 from horo_lite.errors import CheckpointError
@@ -364,7 +364,7 @@ def _content(name: str, value: Any, take: Callable[[Any], Any], done: dict[int, 
     """
 
     def content(x: Any) -> Any:
-        if hasattr(x, "state_dict") and hasattr(x, "load_state_dict"):
+        if _has_state_dict(x):
             return mapped(dict(x.state_dict()), content)
         if is_array(x) or _is_variable(x):
             return take(x)
@@ -391,7 +391,7 @@ def _content(name: str, value: Any, take: Callable[[Any], Any], done: dict[int, 
 
 def _taken(old: Any, content: Any) -> Any:
     """Return `old`, or its replacement, with the content; it shares no memory with `content`."""
-    if hasattr(old, "state_dict") and hasattr(old, "load_state_dict"):
+    if _has_state_dict(old):
         load_state_dict(old, copy.deepcopy(content))
         return old
     if is_array(old) or _is_variable(old):
@@ -400,6 +400,15 @@ def _taken(old: Any, content: Any) -> Any:
         known.take(content)
         return old
     return copy.deepcopy(content)
+
+
+def _has_state_dict(x: Any) -> bool:
+    """Return whether the content is in `state_dict()`.
+
+    That which torch gives to Keras' models has their seeds, too: each rank must have its own.
+    """
+    has_methods = hasattr(x, "state_dict") and hasattr(x, "load_state_dict")
+    return has_methods and not isinstance(adapter_of(x), VariablesAdapter)
 
 
 def _is_variable(x: Any) -> bool:

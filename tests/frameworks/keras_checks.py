@@ -826,6 +826,30 @@ def check_elastic_state() -> None:
     if BACKEND in ("torch", "jax"):
         optimizer = hvd.DistributedOptimizer(adam(), shard_state=True)
         _check_elastic_state(compiled(optimizer))
+    if not is_keras2:
+        _check_elastic_seeds()
+
+
+def _check_elastic_seeds() -> None:
+    """Noise differs between ranks, also after they have got the state of one of them."""
+    dropout = keras.layers.Dropout(0.5, seed=world.rank)
+    normalized = keras.layers.BatchNormalization()
+    model = keras.Sequential([keras.Input((N_FEATURES,)), dropout, normalized])
+    normalized.moving_mean.assign([float(world.rank)] * N_FEATURES)
+    state = hvd.elastic.KerasState(model)
+    state.sync()
+    assert hvd.check_in_sync(model, buffers=True)
+    seeds = horo_lite.allgather_object(values_of_seeds(dropout))
+    assert len(set(seeds)) == world.size, seeds
+    model(np.ones((2, N_FEATURES), np.float32), training=True)
+    drawn = values_of_seeds(dropout)
+    state.restore()
+    assert values_of_seeds(dropout) == drawn != seeds[world.rank], (drawn, seeds)
+
+
+def values_of_seeds(layer: Any) -> tuple[int, ...]:
+    state = keras.ops.convert_to_numpy(layer.seed_generator.state.value)
+    return tuple(int(number) for number in state)
 
 
 def _check_elastic_state(model: Any) -> None:
