@@ -10,6 +10,7 @@ import io
 import pickle
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
@@ -26,6 +27,8 @@ from horo_lite.collectives.calls import (
     Barrier,
     Broadcast,
     BroadcastBytes,
+    Call,
+    Outcome,
     Part,
     rows_and_row,
 )
@@ -33,6 +36,8 @@ from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.group import Group, NullGroup
 from horo_lite.collectives.handle import Handle
 from horo_lite.collectives.reductions import AllReduce, Average, Op, ReduceScatter
+from horo_lite.errors import in_one_line
+from horo_lite.transports.agreement import on_ranks
 
 if TYPE_CHECKING:
     from horo_lite.messages import Message
@@ -667,14 +672,32 @@ def broadcast_object(
         MismatchError: The ranks differ in shapes, dtypes, names or options; raised on every
             rank; further calls are possible.
         PeerLostError: A rank died, left or failed. The group can no longer be used.
-        TypeError: The object cannot be pickled.
+        TypeError: The object cannot be pickled, or cannot be unpickled on a rank; raised on every
+            rank; further calls are possible.
+    """
+    return broadcast_made(lambda: obj, root_rank, name=name, group=group)
+
+
+def broadcast_made(
+    make: Callable[[], T], root_rank: int, *, name: str | None = None, group: Group | None = None
+) -> T:
+    """Return, on every rank, the object that `make` returns on rank `root_rank`.
+
+    Only the root calls `make`. If that fails, every rank raises TypeError.
     """
     ranks = ranks_of(group)
     call = BroadcastBytes(name, _root(root_rank, ranks))
-    if ranks.rank == call.root_rank:
-        ranks.run(call, Part(data=pickled(obj, call.label)))
-        return obj
-    return cast("T", pickle.loads(ranks.run(call, Part())))
+    if ranks.rank != call.root_rank:
+        (received,) = transfer_objects(ranks, call)
+        return cast("T", received)
+    made: list[T] = []
+
+    def kept() -> T:
+        made.append(make())
+        return made[0]
+
+    transfer_objects(ranks, call, kept)
+    return made[0]
 
 
 def allgather_object(obj: T, *, name: str | None = None, group: Group | None = None) -> list[T]:
@@ -694,11 +717,61 @@ def allgather_object(obj: T, *, name: str | None = None, group: Group | None = N
         MismatchError: The ranks differ in shapes, dtypes, names or options; raised on every
             rank; further calls are possible.
         PeerLostError: A rank died, left or failed. The group can no longer be used.
-        TypeError: The object cannot be pickled.
+        TypeError: A rank's object cannot be pickled, or cannot be unpickled on a rank; raised on
+            every rank; further calls are possible.
     """
-    ranks, call = ranks_of(group), AllGatherBytes(name)
-    everyone = ranks.run(call, Part(data=pickled(obj, call.label)))
-    return [pickle.loads(one) for one in everyone]
+    return transfer_objects(ranks_of(group), AllGatherBytes(name), lambda: obj)
+
+
+def transfer_objects(
+    group: Group,
+    call: Call[Any],
+    make: Callable[[], Any] | None = None,
+    *,
+    by_name: bool = False,
+    pickler: type[pickle.Pickler] = pickle.Pickler,
+) -> list[Any]:
+    """Return the objects that ranks send in `call`.
+
+    Making, pickling and unpickling them can fail on some ranks alone. So the ranks compare their
+    outcomes afterwards: either all return, or all raise.
+
+    Args:
+        group: The ranks, all of which call it.
+        call: A `BroadcastBytes` or `AllGatherBytes`.
+        make: Returns this rank's object; None on a rank that only receives.
+        by_name: Whether it is matched by name, and not by its position among blocking calls.
+        pickler: Pickles the object.
+
+    Raises:
+        TypeError: It failed on a rank; raised on every rank.
+    """
+
+    def run(call: Call[Any], part: Part) -> Any:
+        if by_name:
+            return group.synchronize(group.submit(call, part))
+        return group.run(call, part)
+
+    part, failure, received = Part(), None, []
+    try:
+        if make is not None:
+            part.data = _pickled(make(), pickler)
+    except Exception as error:
+        failure = error
+    with nullcontext() if by_name else group.uninterrupted():
+        everyone = run(call, part)
+        try:
+            if failure is None:
+                received = [_unpickled(one) for one in everyone if one]
+        except Exception as error:
+            failure = error
+        text = "" if failure is None else in_one_line(failure)
+        outcome = Outcome(f"{part.label}, received")
+        texts = run(outcome, Part(data=text.encode()))
+    if any(texts):
+        failures = on_ranks(group.transport.ranks, [one.decode() for one in texts])
+        raise TypeError(f"{part.label} has failed: {failures}") from failure
+    return received
 
 
 def synchronize(handle: Handle, *, beside: bool = False, group: Group | None = None) -> Any:
@@ -943,17 +1016,26 @@ def _root(root_rank: Any, group: Group) -> int:
     return arguments.rank("root_rank", root_rank, group.size)
 
 
-def pickled(obj: object, label: str, pickler: type[pickle.Pickler] = pickle.Pickler) -> bytes:
-    """Return `obj` pickled; raise TypeError if that is impossible."""
+def _pickled(obj: object, pickler: type[pickle.Pickler]) -> bytes:
     file = io.BytesIO()
     try:
         pickler(file, pickle.HIGHEST_PROTOCOL).dump(obj)
     except Exception as error:
         raise TypeError(
-            f"{label}: a {type(obj).__name__} cannot be sent to other processes ({error}): send "
+            f"a {type(obj).__name__} cannot be sent to other processes ({error}): send "
             "its contents as numbers, arrays, lists or dicts"
         ) from error
     return file.getvalue()
+
+
+def _unpickled(data: bytes | memoryview) -> Any:
+    try:
+        return pickle.loads(data)
+    except Exception as error:
+        raise TypeError(
+            f"an object that was sent cannot be read here ({in_one_line(error)}): every rank must "
+            "be able to import its classes, and to create it"
+        ) from error
 
 
 def _splits(rows: int, splits: Sequence[int] | NDArray[Any] | None, size: int) -> NDArray[np.int64]:

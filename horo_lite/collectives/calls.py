@@ -485,10 +485,16 @@ class Compare(Call["list[Header]"]):
 
 
 @dataclass(frozen=True)
-class BroadcastBytes(Call[memoryview]):
-    """Send one rank's data to every rank."""
+class BroadcastBytes(Call["list[memoryview]"]):
+    """Send one rank's data to every other rank.
+
+    Attributes:
+        root_rank: The rank whose data all receive, as a rank of the group.
+        needs_all: Whether it is refused while ranks wait in join(); else only if the root does.
+    """
 
     root_rank: int = 0
+    needs_all: bool = True
 
     kind = "broadcast_object"
 
@@ -503,15 +509,21 @@ class BroadcastBytes(Call[memoryview]):
 
     def move(
         self, part: Part, transport: Transport, headers: Sequence[Header]
-    ) -> Finish[memoryview]:
+    ) -> Finish[list[memoryview]]:
         n_bytes = headers[self.root_rank].count
         memory = allocated(
             transport, part.label, [n_bytes] * transport.size, lambda: np.empty(n_bytes, np.uint8)
         )
-        if transport.rank == self.root_rank:
+        is_root = transport.rank == self.root_rank
+        if is_root:
             memory[...] = np.frombuffer(part.data, np.uint8)
         transport.broadcast(_native.Tensors([memory]), self.root_rank)
-        return lambda: memory.data
+        return lambda: [] if is_root else [memory.data]
+
+    def participation(self, part: Part, ranks: Sequence[int], joined: Sequence[int]) -> StandIn:
+        if self.needs_all or ranks[self.root_rank] in joined:
+            return super().participation(part, ranks, joined)
+        return self.stand_in(part, joined)
 
 
 @dataclass(frozen=True)
@@ -540,6 +552,19 @@ class AllGatherBytes(Call[list[bytes]]):
         if self.needs_all:
             return super().participation(part, ranks, joined)
         return self.stand_in(part, joined)
+
+
+@dataclass(frozen=True)
+class Outcome(AllGatherBytes):
+    """Tell every rank what has failed on some ranks alone; costs a handshake if nothing has."""
+
+    needs_all: bool = False
+
+    kind = "outcome"
+
+    @property
+    def label(self) -> str:
+        return self.name or self.kind
 
 
 def rows_and_row(rows: Memory) -> tuple[int, str]:

@@ -348,8 +348,9 @@ def broadcast_optimizer_state(
     the names of parameters, which must be the same on all ranks.
     """
     group = ops.ranks_of(group)
-    mine = mapped(optimizer.get_states(), _portable) if group.rank == root_rank else None
-    states = ops.broadcast_object(mine, root_rank, group=group)
+    states = ops.broadcast_made(
+        lambda: mapped(optimizer.get_states(), _portable), root_rank, group=group
+    )
     if group.rank != root_rank:
         optimizer.set_states(mapped(states, _local))
 

@@ -73,8 +73,9 @@ def broadcast_parameters(params: Any, root_rank: int = 0, *, group: Group | None
     received = iter(places.received([is_root] * len(arrays)))
     objects = [x for _, x in tree.named if isinstance(x, Held)]
     if objects:
-        mine = [in_host_memory(held.get()) for held in objects] if is_root else []
-        theirs = ops.broadcast_object(mine, root_rank, group=group)
+        theirs = ops.broadcast_made(
+            lambda: [in_host_memory(held.get()) for held in objects], root_rank, group=group
+        )
         for held, state in zip(objects, theirs, strict=True) if not is_root else ():
             held.set(state)
     return tree.written(x if isinstance(x, NOT_ARRAYS) else next(received) for _, x in tree.named)
@@ -146,12 +147,10 @@ def broadcast_content(
     read: Callable[[], Any], root_rank: int, group: Group, *, is_sharded: bool
 ) -> Any:
     """Return what `read` returns on rank `root_rank`. All ranks call it if its state is sharded."""
-    is_root = group.rank == root_rank
-    content = read() if is_root and not is_sharded else None
-    received = ops.broadcast_object(content, root_rank, group=group)
+    received = ops.broadcast_made(lambda: None if is_sharded else read(), root_rank, group=group)
     if received is None:
         content = read()
-        received = ops.broadcast_object(content if is_root else None, root_rank, group=group)
+        received = ops.broadcast_object(content, root_rank, group=group)
     return received
 
 

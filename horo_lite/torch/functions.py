@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import pickle
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
-import numpy as np
 import torch
 
+from horo_lite.collectives.calls import AllGatherBytes, BroadcastBytes
 from horo_lite.horovod.process_sets import global_process_set, group_of, root_in
-from horo_lite.ops import pickled
+from horo_lite.ops import transfer_objects
 from horo_lite.state.broadcast import broadcast_optimizer_state as _broadcast_optimizer_state
 from horo_lite.state.broadcast import broadcast_parameters as _broadcast_parameters
 from horo_lite.state.drift import check_in_sync as _check_in_sync
 from horo_lite.state.trees import NUMBERS
-from horo_lite.torch.mpi_ops import allgather, allgather_async, broadcast_, synchronize
 from horo_lite.torch.submission import Set
 
 __all__ = [
@@ -96,13 +95,12 @@ def broadcast_object(
     Matched by `name`. CUDA tensors in it are received on the CPU.
     """
     group = group_of(process_set)
-    is_root = group.rank == root_in(group, root_rank)
-    data = _bytes_of(obj, "broadcast_object") if is_root else _host_bytes(0)
-    size = broadcast_(_size_of(data), root_rank, _sub(name, "size"), group)
-    if not is_root:
-        data = _host_bytes(int(size))
-    broadcast_(data, root_rank, _sub(name, "object"), group)
-    return obj if is_root else pickle.loads(data.numpy().tobytes())
+    call = BroadcastBytes(name, root_in(group, root_rank), needs_all=False)
+    if group.rank == call.root_rank:
+        transfer_objects(group, call, lambda: obj, by_name=True, pickler=_Pickler)
+        return obj
+    (received,) = transfer_objects(group, call, by_name=True)
+    return cast("T", received)
 
 
 def allgather_object(
@@ -112,28 +110,9 @@ def allgather_object(
 
     Matched by `name`. CUDA tensors in them are received on the CPU.
     """
-    data = _bytes_of(obj, "allgather_object")
-    everything = allgather_async(data, _sub(name, "object"), process_set)
-    sizes = allgather(_size_of(data), _sub(name, "size"), process_set)
-    return [
-        pickle.loads(part.numpy().tobytes())
-        for part in synchronize(everything).split(sizes.tolist())
-    ]
-
-
-# On the CPU, whatever torch's default device is.
-
-
-def _size_of(data: torch.Tensor) -> torch.Tensor:
-    return torch.tensor([len(data)], device="cpu")
-
-
-def _host_bytes(n: int) -> torch.Tensor:
-    return torch.empty(n, dtype=torch.uint8, device="cpu")
-
-
-def _sub(name: str | None, what: str) -> str | None:
-    return None if name is None else f"{name}.{what}"
+    call = AllGatherBytes(name, needs_all=False)
+    group = group_of(process_set)
+    return transfer_objects(group, call, lambda: obj, by_name=True, pickler=_Pickler)
 
 
 class _Pickler(pickle.Pickler):
@@ -147,7 +126,3 @@ class _Pickler(pickle.Pickler):
 
 def _tensor(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
     return tensor.requires_grad_(requires_grad)
-
-
-def _bytes_of(obj: Any, label: str) -> torch.Tensor:
-    return torch.from_numpy(np.frombuffer(bytearray(pickled(obj, label, _Pickler)), np.uint8))

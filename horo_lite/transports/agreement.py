@@ -151,6 +151,8 @@ def allgather_bytes(
     transport: Transport, mine: bytes, sizes: Sequence[int], label: str = "an all-gather"
 ) -> list[bytes]:
     """Return every rank's bytes, in rank order; all know the sizes."""
+    if not any(sizes):
+        return [b""] * len(sizes)
     n_bytes = [sum(sizes)] * transport.size
     parts = allocated(
         transport, label, n_bytes, lambda: [np.empty(size, np.uint8) for size in sizes]

@@ -7,6 +7,7 @@ import re
 import resource
 import signal
 import textwrap
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -78,6 +79,67 @@ def test_a_result_that_does_not_fit_is_an_error_on_every_rank(ranks: int, hosts:
     # What earlier tests have freed must not serve a large allocation.
     unmapped_at_once = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
     on_ranks(allocate_too_much, ranks, hosts=hosts, job_env=unmapped_at_once)
+
+
+class OnlyRank0:
+    """An object that only rank 0 can unpickle, as if it alone could import the class."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return only_on_rank_0, ()
+
+
+def only_on_rank_0() -> str:
+    if hvd.rank() != 0:
+        raise ModuleNotFoundError("no module that only rank 0 has")
+    return "loaded"
+
+
+class Momentum:
+    """An optimizer whose state cannot be read on rank 1."""
+
+    def step(self) -> None: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        if hvd.rank() == 1:
+            raise OSError("its file is missing")
+        return {"momentum": 0.9}
+
+
+def fail_with_objects() -> None:
+    rank, size = init()
+    lock = threading.Lock() if rank == 1 else rank
+    state = hvd.elastic.State(epoch=rank)
+    state.lock = lock
+    no_lock = "on rank 1, TypeError: a lock cannot be sent to other processes"
+    no_class = "; ".join(
+        f"on rank {r}, TypeError: .* cannot be read here .ModuleNotFoundError: .*classes.*"
+        for r in range(1, size)
+    )
+    cases: list[tuple[str, Callable[[], object]]] = [
+        (no_lock, lambda: hvd.broadcast_object(lock, 1)),
+        (no_lock, lambda: hvd.allgather_object(lock, name="x")),
+        (no_class, lambda: hvd.broadcast_object(OnlyRank0())),
+        (no_class, lambda: hvd.allgather_object(OnlyRank0())),
+        ("on rank 1, OSError: its file", lambda: hvd.broadcast_optimizer_state(Momentum(), 1)),
+        ("on rank 1, TypeError: state.lock is a lock", lambda: state.sync(1)),
+    ]
+    for text, call in cases:
+        with pytest.raises(TypeError, match=f" has failed: {text}"):
+            call()
+        assert hvd.allgather_object(rank) == list(range(size))
+        assert hvd.broadcast_object({rank}, 1) == {1}
+    state.sync(0)
+    assert state.lock == state.epoch == 0
+
+
+@pytest.mark.served
+@pytest.mark.parametrize(("ranks", "hosts"), OVER)
+def test_an_object_that_one_rank_cannot_send_or_read_is_an_error_on_every_rank(
+    ranks: int, hosts: str
+) -> None:
+    on_ranks(fail_with_objects, ranks, hosts=hosts)
 
 
 def fails(*_: object, **__: object) -> None:

@@ -10,7 +10,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -705,6 +705,10 @@ def test_wrong_arguments_are_value_errors_at_the_call() -> None:
             assert error.value.__context__ is None or error.value.__suppress_context__
         with pytest.raises(TypeError, match="a function cannot be sent to other processes"):
             hvd.allgather_object(lambda: 0, **k)
+        unsent = (lambda: 0) if group.rank == 1 else 0
+        for call in (hvd.allgather_object, partial(hvd.broadcast_object, root_rank=1)):
+            with pytest.raises(TypeError, match=r"on rank 1, .* cannot be sent"):
+                call(unsent, **k)
         first = hvd.allreduce_async(tensor(group.rank), name="twice", **k) if group.rank else None
         if group.rank:
             with pytest.raises(ValueError, match=r"'twice'.*in flight"):
@@ -1257,7 +1261,9 @@ def test_one_process_is_a_world(tmp_path: Path) -> None:
     """
     run_ranks(code, 1, launcher=False, env={"HOROVOD_FUSION_THRESHOLD": "123456"}).check()
     events = json.loads((tmp_path / "t.json").read_text())
-    assert {"allreduce", "broadcast", "allgather", "barrier"} <= {e.get("cat") for e in events}
+    assert {"allreduce", "broadcast_object", "allgather_object", "barrier"} <= {
+        e.get("cat") for e in events
+    }
 
 
 def test_all_names_of_horovods_documentation() -> None:
