@@ -124,9 +124,18 @@ class Transform(transform.Transform):
             wide, dtype = dtypes_of_scaled_rows(mine.values.dtype)
             return mine.indices, (mine.values.astype(wide) / divisor).astype(dtype)
 
-        options = self.options
+        assert self._reducer is not None
+        options, check = self.options, self._reducer.reset_unless_finite
         is_dense = [result is not None for result in results]
-        how = names.__getitem__, is_dense.__getitem__, rows, options.ranks, options.op, weight
+        how = (
+            names.__getitem__,
+            is_dense.__getitem__,
+            rows,
+            options.ranks,
+            options.op,
+            weight,
+            check,
+        )
         found = sparse_rows.found_in(self._notes.values())
         for i, indices, values in sparse_rows.exchange(self._notes, *how):
             mine, shape = gradients[i], found[i][-1]

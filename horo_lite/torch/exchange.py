@@ -635,7 +635,7 @@ class GradientExchange:
             rows = {rank: note.sparse for rank, note in notes.items()}
             if any(rows.values()) and not self.options.sparse_as_dense:
                 assert self.group is not None
-                how = self.group, self.op, self._step.weight, reducer.has_exchanged
+                how = self.group, self.op, self._step.weight, reducer
                 for slot in sparse.exchange(rows, self.slots, *how):
                     slot.touched = True
                     self._mark(slot, _COMPUTED)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from horo_lite.collectives.group import Group
 from horo_lite.collectives.reductions import AnyOp
 from horo_lite.torch.slots import Slot, is_sparse
 from horo_lite.training import sparse_rows
+from horo_lite.training.reducer import Reducer
 from horo_lite.training.sparse_rows import Layout
 
 
@@ -42,12 +43,12 @@ def exchange(
     group: Group,
     op: AnyOp,
     weight: float | None,
-    is_dense: Callable[[int], bool],
+    reducer: Reducer,
 ) -> Iterator[Slot]:
     """Exchange the gradients that are sparse on some rank, and yield the slot of each.
 
     Collective; `notes` are the results of `note` by rank. `weight` is this rank's, on every rank or
-    on none. `is_dense(i)` says whether some rank's gradient i was dense.
+    on none. `reducer` has exchanged the dense ones.
     """
 
     def rows(index: int, layout: Layout, divisor: float) -> tuple[Any, Any]:
@@ -65,7 +66,14 @@ def exchange(
         return slots[index].name
 
     for index, indices, values in sparse_rows.exchange(
-        notes, name_of, is_dense, rows, group, op, weight
+        notes,
+        name_of,
+        reducer.has_exchanged,
+        rows,
+        group,
+        op,
+        weight,
+        reducer.reset_unless_finite,
     ):
         slot = slots[index]
         slot.parameter.grad = torch.sparse_coo_tensor(

@@ -459,8 +459,7 @@ class Reducer:
             self.group.synchronize(handle)
         if copied:
             self._write_back(plan, copied)
-        if self._compression.resets:
-            self._reset_unless_finite([arrays[i] for i in plan.travelling])
+        self.reset_unless_finite([arrays[i] for i in plan.travelling])
         if self._agreed is None or self._agreed.plan != plan:
             self._agreed = AgreedPlan.of(plan, arrays)  # buckets leave early under it from now on
         return common
@@ -589,12 +588,14 @@ class Reducer:
         if self.group.rank == 0:
             warn(text)
 
-    def _reset_unless_finite(self, results: Sequence[Any]) -> None:
+    def reset_unless_finite(self, results: Sequence[Any]) -> None:
         """Forget what a compressor keeps of a step that overflowed, which the caller will skip.
 
         What is left over of its other gradients may be far larger than those of the next step.
         """
-        if self._gpu() is None and find_non_finite([("", x) for x in results], None):
+        if not self._compression.resets or self._gpu() is not None:
+            return
+        if find_non_finite([("", x) for x in results], None):
             self._compression.reset()
 
     # On a GPU with NCCL, where a step does not wait for the other ranks' programs.

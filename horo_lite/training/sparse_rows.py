@@ -40,6 +40,7 @@ def exchange(
     group: Group,
     op: AnyOp,
     weight: float | None,
+    check: Callable[[Sequence[Any]], None],
 ) -> Iterator[tuple[int, Any, Any]]:
     """Exchange the gradients of this kind; yield the index of each, its indices and its values.
 
@@ -53,6 +54,7 @@ def exchange(
         group: The ranks.
         op: Average or Sum.
         weight: This rank's number of samples, on every rank or on none.
+        check: Receives the values of all ranks: `Reducer.reset_unless_finite`.
 
     Raises:
         MismatchError: On every rank, if a gradient is dense on others, or its rows differ.
@@ -86,11 +88,10 @@ def exchange(
     for i, layout in sorted(found.items()):
         indices, values = rows(i, layout, divisor)
         name = f"the gradient of {name_of(i)!r}"
-        yield (
-            i,
-            ops.allgather(indices, name=f"{name}, indices", group=group),
-            ops.allgather(values, name=f"{name}, values", group=group),
-        )
+        indices = ops.allgather(indices, name=f"{name}, indices", group=group)
+        values = ops.allgather(values, name=f"{name}, values", group=group)
+        check([values])
+        yield i, indices, values
 
 
 def _in_words(layout: Layout) -> str:

@@ -2265,3 +2265,29 @@ def test_zero_grad_after_backward_begins_the_step_anew() -> None:
         return weight.tolist()
 
     assert run_threads(2, rank) == [[-6.0] * 3] * 2
+
+
+def overflow_in_sparse_gradients() -> list[float]:
+    """Return the largest average of the dense gradient in each step; the first one overflows."""
+    rank = horo_lite.init().rank
+    dense, rows = nn.Parameter(torch.zeros(40, 50)), nn.Embedding(10, 4, sparse=True)
+    named = [("dense", dense), ("rows", rows.weight)]
+    sgd = torch.optim.SGD([p for _, p in named], 1.0)
+    opt = DistributedOptimizer(sgd, named_parameters=named, compression=Compression.int8)
+    largest = []
+    for step in range(3):
+        opt.zero_grad()
+        x = torch.randn(40, 50, generator=torch.Generator().manual_seed(2 * step + rank))
+        scale, other = (1e30, math.inf if rank else 1.0) if step == 0 else (1.0, 1.0)
+        ((dense * x).sum() * scale + rows(torch.tensor([1, 2])).sum() * other).backward()
+        opt.synchronize()
+        largest.append(float(dense.grad.abs().max()))
+    return largest
+
+
+@pytest.mark.served
+def test_nothing_is_left_over_of_a_step_whose_sparse_gradients_overflow() -> None:
+    """Their infinities make a loss scaler skip the step, too, as those of dense gradients do."""
+    for first, *others in on_ranks(overflow_in_sparse_gradients, 2, hosts="1,1"):
+        assert first > 1e30
+        assert all(1 < one < 10 for one in others)
