@@ -1,4 +1,4 @@
-"""Memory that ranks of a group share: one of each rank, with arrays reduced in place; or of all."""
+"""Memory that ranks of a host share: one of each rank, with arrays reduced in place; or of all."""
 
 from __future__ import annotations
 
@@ -32,17 +32,18 @@ def share(group: Group, memory: SharedMemory | None) -> bool:
 
 
 def common(group: Group, n_bytes: int) -> SharedMemory | None:
-    """Return one memory for all ranks of `group`; None, on all, if a rank cannot access it.
+    """Return one memory for all ranks on this host; None, on all ranks, if one cannot access it.
 
-    Every rank calls it, with the same size. When the group is closed, the memory becomes each
-    rank's own.
+    Every rank of `group` calls it, with the same size. When the group is closed, the memory becomes
+    each rank's own.
     """
     memory = None
-    if group.rank == 0:
+    first = group.transport.here[0]
+    if group.rank == first:
         with suppress(OSError):
             memory = SharedMemory(n_bytes)
-    where = gathered(group, memory and memory.where, "location of shared memory")[0]
-    if group.rank != 0 and where is not None:
+    where = gathered(group, memory and memory.where, "location of shared memory")[first]
+    if group.rank != first and where is not None:
         with suppress(OSError, RuntimeError):
             memory = SharedMemory(n_bytes, at=where)
     is_open = all(gathered(group, memory is not None, "access to shared memory"))

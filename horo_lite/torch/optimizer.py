@@ -137,12 +137,12 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     without samples calls set_weight(0), backward() and step() like the others.
 
     With shared_parameters=True in addition, the first step moves parameters in host memory to
-    memory that all ranks of the host share, and each rank updates its share there: nothing is sent,
-    and N ranks need memory for the parameters once. A change that the program makes in place
-    between steps is then seen by all ranks at once, and made several times if each of them makes it
-    (a warning). Views of a parameter that the program took before the first step, and
-    `parameter.data`, keep the old memory. If the ranks are on several hosts, it has no effect
-    (a warning).
+    memory that all ranks of the host share, and each rank updates its share there: nothing is sent
+    within the host, and N ranks need memory for the parameters once. A change that the program
+    makes in place between steps is then seen by all ranks of the host at once, and made several
+    times if each of them makes it (a warning). Views of a parameter that the program took before
+    the first step, and `parameter.data`, keep the old memory. Between hosts, updates are sent as
+    without it.
 
     With shard_gradients=True in addition, from the second step on, a rank's `.grad` has averages in
     its share only; the rest is undefined. Clip by `optimizer.clip_grad_norm_()`. Any other change

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import compress
 from operator import is_
@@ -373,18 +373,19 @@ class ShardedUpdate(GradientExchange):
 
     def _receive(self, state: ShardedState, changes: Sequence[bool]) -> None:
         """Give all ranks the parameters that their owners may have changed."""
-        shared: Container[int] = () if state.shared is None else state.shared
         sent = [
             i
             for i, piece in enumerate(state.pieces)
-            if changes[piece.parameter] and piece.parameter not in shared
+            if changes[piece.parameter]
+            and (state.shared is None or state.shared.receives(piece.parameter))
         ]
         if sent:
             pieces = [state.pieces[i] for i in sent]
             names = [self.slots[piece.parameter].name for piece in pieces]
             owners = [piece.owner for piece in pieces]
             receive(self._group, self._label, owners, names, [state.views[i] for i in sent])
-        elif state.shared is not None:
+        # What a rank receives from other hosts, it writes to memory of others, too.
+        if state.shared is not None and not (sent and state.shared.is_of_all):
             self._group.agree(f"{self._label}, after the update", "")
         for parameter in compress(state.parameters, changes):
             # It may be saved for a backward(), which must not use the new values.

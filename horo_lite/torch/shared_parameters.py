@@ -4,6 +4,9 @@ Parameters move there when the optimizer's state is divided, which all ranks do 
 have compared them. From then on a rank may write its share between two barriers only, in step():
 before the first one, others may still compute with the old values, and after the second, all have
 the new ones. What the user writes, all ranks see at once.
+
+If there are several hosts, updates are received between the barriers as without this option: what a
+rank receives of others on its host is what they have written there.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from horo_lite._native import Segment
 from horo_lite.collectives.calls import Compare, Part
 from horo_lite.collectives.shared_memory import common, gathered
 from horo_lite.errors import warn
-from horo_lite.torch.bucket_views import can_share, places_of, view_of
+from horo_lite.torch.bucket_views import places_of, view_of
 
 if TYPE_CHECKING:
     from horo_lite.collectives.group import Group
@@ -34,6 +37,9 @@ class SharedParameters:
 
     def __init__(self, group: Group, views: Mapping[int, tuple[Any, Any]]) -> None:
         self._group = group
+        self._here = group.transport.here
+        self.is_of_all = len(self._here) == group.size
+        """Whether all ranks are on one host."""
         self._views = dict(views)
         """Parameters and their memory, by the parameter's number in the optimizer."""
         self._versions: dict[int, int] = {}
@@ -43,9 +49,9 @@ class SharedParameters:
                 parameter.data = view
         self.note_versions()
 
-    def __contains__(self, i: object) -> bool:
-        """Return whether parameter i is in the memory."""
-        return i in self._views
+    def receives(self, i: int) -> bool:
+        """Return whether ranks receive others' updates of parameter i."""
+        return i not in self._views or not self.is_of_all
 
     def are_there(self) -> bool:
         """Return whether this rank still has its parameters in the memory."""
@@ -73,7 +79,8 @@ class SharedParameters:
     ) -> None:
         """Wait until no rank computes with the parameters any more. Collective.
 
-        Warn once if several ranks have changed them in place since the last `note_versions()`.
+        Warn once if several ranks of this host have changed them in place since the last
+        `note_versions()`.
 
         Args:
             group: The ranks.
@@ -85,14 +92,14 @@ class SharedParameters:
         headers = group.run(
             Compare(label, "\n".join(compress(names, changes))), Part(number=len(changed))
         )
-        ranks = [r for r, header in enumerate(headers) if header.count]
+        ranks = [r for r in self._here if headers[r].count]
         if len(ranks) > 1 and group.rank == ranks[0] and not self._has_warned:
             self._has_warned = True
             warn(
-                f"the parameter {names[changed[0]]!r} was changed in place, on {len(ranks)} ranks, "
-                "between steps. With shared_parameters=True, the ranks of a host have one copy of "
+                f"the parameter {names[changed[0]]!r} was changed in place, on {len(ranks)} ranks "
+                "of this host, between steps. With shared_parameters=True, these have one copy of "
                 f"it, so the change was made {len(ranks)} times: right for loading or clamping "
-                "values, wrong for adding or scaling. Make such changes on one rank of the host, "
+                "values, wrong for adding or scaling. Make such changes on one rank of each host, "
                 "between two calls of hvd.barrier(), or omit shared_parameters"
             )
 
@@ -100,16 +107,13 @@ class SharedParameters:
 def share_parameters(
     group: Group, parameters: Sequence[Any], before: SharedParameters | None, owner: object
 ) -> SharedParameters | None:
-    """Move parameters, which are equal on all ranks, to memory of all ranks; None if impossible.
+    """Move parameters, which are equal on all ranks, to a memory for each host; None if impossible.
 
     Collective. Parameters that cannot be there (on GPUs, or not floating point) stay where they
     are, and so do those that are there on all ranks since `before`: programs may have views of
     them. The values are complete after the next `begin_update()`. When `owner` no longer exists,
     what a rank writes to the memory becomes invisible to the others.
     """
-    if not can_share(group):
-        _end(group, parameters)
-        return None
     kept = {} if before is None else before.kept(group, parameters)
     everyone = gathered(group, set(kept), "parameters in shared memory")
     there = set.intersection(*everyone)
@@ -126,7 +130,7 @@ def share_parameters(
         for i, begin in zip(rest, begins, strict=True):
             if begin is not None:
                 views[i] = parameters[i], view_of(memory, begin, parameters[i])
-                if group.rank == 0:
+                if group.rank == group.transport.here[0]:
                     views[i][1].copy_(parameters[i].detach())
     return SharedParameters(group, views)
 
@@ -137,8 +141,9 @@ def _end(group: Group, parameters: Sequence[Any]) -> None:
         make_own(parameter)
     if group.rank == 0:
         warn(
-            "shared_parameters=True has no effect: it needs all ranks on one host, and access "
-            "to each other's memory (one user, one container). Each rank keeps its own copy"
+            "shared_parameters=True has no effect: a host has no shared memory left, or its ranks "
+            "cannot access each other's (do they run as one user, in one container?). Each rank "
+            "keeps its own copy"
         )
 
 

@@ -101,6 +101,8 @@ class Transport(ABC):
     size: int
     ranks: Sequence[int]
     """The ranks' numbers in the world, which are used in messages."""
+    here: Sequence[int]
+    """Those of `range(size)` that are on this rank's host, in order."""
     stall_detector: _native.StallDetector | None = None
     """Records which rank waits for which; None if no rank can wait."""
     engine: _native.Engine | None = None
@@ -222,6 +224,7 @@ class HostTransport(Transport):
         self.rank = members.rank
         self.size = members.size
         self.ranks = ranks
+        self.here = range(self.size)
         self.stall_detector = stall_detector
 
     @property
@@ -268,6 +271,7 @@ class OverHost(Transport):
         self.rank = host.rank
         self.size = host.size
         self.ranks = host.ranks
+        self.here = host.here
         self.stall_detector = host.stall_detector
 
     @property

@@ -14,6 +14,7 @@ class SoloTransport(Transport):
     name = "solo"
     rank = 0
     size = 1
+    here = (0,)
 
     def __init__(self, ranks: Sequence[int] = (0,)) -> None:
         self.ranks = ranks

@@ -797,19 +797,23 @@ print("ENDS", me, hvd.size(), seen, flush=True)
 
 @pytest.mark.launches
 @needs_ulfm
-@pytest.mark.parametrize("trained", [0, 1])
-def test_the_lost_part_of_an_optimizers_state_comes_from_the_last_commit(trained: int) -> None:
+@pytest.mark.parametrize(("trained", "hosts"), [(0, ""), (1, ""), (0, "2,2")])
+def test_the_lost_part_of_an_optimizers_state_comes_from_the_last_commit(
+    trained: int, hosts: str
+) -> None:
     pytest.importorskip("torch")
     deaths = "[(2, 5)]" if trained else "[(1, 1), (2, 8)]"
     script = SHARDED.replace("TRAINED", str(trained)).replace("DEATHS", deaths)
-    result = run_ranks(script, 3, options=FT, timeout_s=60).check()
+    env = {"HORO_LITE_TEST_HOSTS": hosts} if hosts else {}
+    result = run_ranks(script, 4 if hosts else 3, options=FT, env=env, timeout_s=60).check()
     ends = sorted(line for line in result.stdout.splitlines() if "ENDS" in line)
     if trained:
         seen = [*range(6), *range(3, 12)]
         assert ends == [f"ENDS 0 2 {seen}", f"ENDS 1 2 {seen}"]
     else:  # at first to the beginning, which sync() has saved
         seen = [0, 1, *range(9), *range(6, 12)]
-        assert ends == [f"ENDS 0 1 {seen}"]
+        n = 2 if hosts else 1
+        assert ends == [f"ENDS {me} {n} {seen}" for me in (0, 3)[:n]]
     assert "divided between the ranks (shard_state=True)" in result.stderr
 
 

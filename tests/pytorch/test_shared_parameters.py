@@ -327,21 +327,34 @@ def divided_alone(size: int) -> Any:
 @pytest.mark.parametrize("hosts", ["", "2,1"])
 def test_in_processes(hosts: str) -> None:
     found = on_ranks(_in_a_world, 3, hosts=hosts)
-    for n_kib, child, _ in found:
+    size = sum(p.nbytes for p in network().parameters()) / 1024
+    for n_ranks, (n_kib, child, where) in zip([2, 2, 1] if hosts else [3] * 3, found, strict=True):
         assert child == 0
-        if not hosts:  # of the 3 ranks, each has a third of one copy
-            size = sum(p.nbytes for p in network().parameters()) / 1024
-            assert n_kib < size / 3 + 16
-    told = [warned for *_, warned in found]
-    assert told == ([1, 0, 0] if hosts else [0, 0, 0])
+        assert n_kib < size / n_ranks + 16  # the rank's part of its host's copy
+        assert all(where)
+    places = [where for *_, where in found]
+    assert places[0] == places[1]
+    assert (places[0] == places[2]) == (not hosts)
 
 
 def _in_a_world() -> Any:
-    expected, _ = divided.trained(hvd.init().group, KINDS["Adam"], shard=False)
+    expected, its_optimizer = divided.trained(hvd.init().group, KINDS["Adam"], shard=False)
     net = network()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        train(net, wrap(KINDS["Adam"](net.parameters())), hvd.rank())
+    optimizer = wrap(KINDS["Adam"](net.parameters()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(net, optimizer, hvd.rank())
+        assert_same_bits(net, expected)
+        # One rank of each host changes its copy.
+        hvd.barrier()
+        with torch.no_grad():
+            expected[0].weight.mul_(0.5)
+            if hvd.local_rank() == 0:
+                net[0].weight.mul_(0.5)
+        hvd.barrier()
+        train(expected, its_optimizer, hvd.rank())
+        train(net, optimizer, hvd.rank())
+    where = memory_of(net.parameters())
     hvd.barrier()
     n_kib = 0
     with open("/proc/self/smaps") as lines:
@@ -378,4 +391,4 @@ def _in_a_world() -> Any:
     if child == 0:
         os._exit(0 if rank == 0 or (net[0].weight == rank).all() else 2)
     status = status or os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    return n_kib, status, len(caught)
+    return n_kib, status, where

@@ -83,7 +83,6 @@ class HostsTransport(HostTransport):
     ) -> None:
         self.name = carrier.name
         self.carrier = carrier
-        self._here = host.hosts[host.host]
         self._smallest_host = min(map(len, host.hosts))
         self._places = Places.of(host.hosts, host.host, host.rank)
         self.group = _native.HostsGroup(
@@ -102,6 +101,7 @@ class HostsTransport(HostTransport):
         if role == Role.OPERATIONS:
             self.group.for_engine(carrier.channel().native())
         super().__init__(self.group, host.ranks, host.stall_detector)
+        self.here = host.hosts[host.host]
 
     def broadcast(self, tensors: _native.Tensors, root: int) -> None:
         self.group.broadcast(tensors, root)
@@ -131,7 +131,7 @@ class HostsTransport(HostTransport):
         receive: Sequence[_native.Tensors],
         n_bytes: Sequence[Sequence[int]],
     ) -> None:
-        here, others = self._here, range(self.rank + 1, self.rank + self.size)
+        here, others = self.here, range(self.rank + 1, self.rank + self.size)
         # In this order, so that not all send to 0 first.
         peers = [r % self.size for r in others if r % self.size not in here]
         outgoing = {peer: send[peer] for peer in peers}
