@@ -25,7 +25,7 @@ from horo_lite.start.groups import new_group
 from horo_lite.start.session import init
 from horo_lite.training.reducer import Reducer
 
-N_REDUCERS = 16
+N_OTHERS = 16  # sets of arrays that are no parameters' gradients, and may be new in each call
 
 
 class MultiProcessDataParallelCommunicator:
@@ -47,7 +47,6 @@ class MultiProcessDataParallelCommunicator:
         self._compression = compression or (Compression.fp16 if half else Compression.none)
         self._parameters: dict[str, Any] = {}
         self._groups: dict[str, tuple[list[int], Group | NullGroup]] = {}  # except the world
-        self._reducers: dict[Any, Reducer] = {}
 
     def init(self) -> None:
         """Connect the ranks. Collective; `horo_lite.init()` may have been called before."""
@@ -100,7 +99,11 @@ class MultiProcessDataParallelCommunicator:
     def all_reduce(
         self, data: Any, division: bool = False, inplace: bool = False, group: str = "world"
     ) -> None:
-        """Replace each array by its sum over the group's ranks; with `division`, by the average."""
+        """Replace each array by its sum over the group's ranks; with `division`, by the average.
+
+        With int8 and int4, error feedback lasts while the arrays are parameters' gradients; of
+        other arrays, the last 16 sets of each group have it.
+        """
         with watch_dog():
             self._reducer(_list_of(data), division, group).finish()
 
@@ -138,30 +141,37 @@ class MultiProcessDataParallelCommunicator:
         bucket_bytes: int = 25 * 2**20,
         scale: float = 1.0,
     ) -> Reducer:
-        """Return a reducer, kept for later calls: gradients leave early only with a known plan."""
+        """Return a reducer, kept for later calls: with its plan, and what int8 has rounded away.
+
+        As long as the arrays are parameters' gradients; others keep their memory while it exists.
+        """
         members = self._members(group)
-        key = tuple(arrays), division, members, bucket_bytes, scale
-        reducer = self._reducers.pop(key, None)
+        # Those of a group are dropped alike on its ranks, whatever these do in other groups.
+        reducers: dict[Any, Reducer] = members.kept.setdefault(self, {})
+        key = tuple(arrays), division, bucket_bytes, scale
+        reducer = reducers.pop(key, None)
         if reducer is None:
+            names = self._names()
+            others = [known for known in reducers if not names.keys() >= set(known[0])]
+            for known in others[: -(N_OTHERS - 1)]:
+                del reducers[known]
             reducer = Reducer(
                 members,
                 Arrays(),
-                self._named(arrays),
+                [(names.get(a, f"array {i}"), a) for i, a in enumerate(arrays)],
                 op=Average if division else Sum,
                 compression=self._compression,
                 bucket_bytes=max(bucket_bytes, 1),
                 prescale_factor=scale,
                 options=[("scale_grad", str(scale))],
             )
-        self._reducers[key] = reducer
-        if len(self._reducers) > N_REDUCERS:
-            del self._reducers[next(iter(self._reducers))]
+        reducers[key] = reducer
         return reducer
 
-    def _named(self, arrays: list[NdArray]) -> list[tuple[str, Any]]:
+    def _names(self) -> dict[NdArray, str]:
+        """Return the names of all parameters, by their gradients."""
         known = {**nn.get_parameters(grad_only=False), **self._parameters}
-        names = {variable.grad: name for name, variable in known.items()}
-        return [(names.get(a, f"array {i}"), a) for i, a in enumerate(arrays)]
+        return {variable.grad: name for name, variable in known.items()}
 
     # Other collectives.
 

@@ -558,6 +558,21 @@ if rank:
 else:
     message = raised(ValueError, lambda: comm.bcast(x, 0, group="last"))
     assert "rank 0 is not in group 'last'" in message
+# What is kept of earlier calls does not depend on this rank's calls in other groups, nor, for
+# parameters, on the number of sets.
+weights = [nn.parameter.get_parameter_or_create(f"w{i}", (2,)) for i in range(20)]
+kept = []
+for step in range(3):
+    if rank == 0:
+        for _ in range(20):
+            comm.all_reduce(array(1), group="first")
+    for weight in weights:
+        weight.grad.data = np.array([rank, step])
+        comm.all_reduce([weight.grad])
+        assert weight.grad.data.tolist() == [3, 3 * step]
+    kept.append([comm._reducer([weight.grad], False, "world") for weight in weights])
+assert kept[0] == kept[1] == kept[2]
+nn.clear_parameters()
 assert "'last'" in raised(ValueError, lambda: comm.new_group(("last", [0])))
 assert "no group 'x'" in raised(ValueError, lambda: comm.all_reduce(x, group="x"))
 shape = nn.NdArray((2 + (rank == 1),))
