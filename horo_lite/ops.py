@@ -392,8 +392,8 @@ def reducescatter(
         group: The ranks that take part; by default all.
 
     Returns:
-        A new array: this rank's rows of `allreduce(x)`. On CPUs only these rows travel. With
-        fp16, the blocks begin at each rank's first row, so small numbers may be preserved
+        A new array: this rank's rows of `allreduce(x)`; no others are sent to it. With fp16 on
+        CPUs, the blocks begin at each rank's first row, so small numbers may be preserved
         that an all-reduce loses next to large ones.
 
     Raises:

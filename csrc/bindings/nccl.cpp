@@ -81,12 +81,15 @@ void bind_nccl(nb::module_& m) {
           },
           "tensors"_a, "op"_a, "prescale"_a, "scale"_a, "divisor"_a)
       .def(
-          "allreduce",
-          [](NcclGroup& group, const Tensors& tensors, const std::string& op, const std::string& wire, double prescale,
+          "reduce",
+          [](NcclGroup& group, ListOf<PyTensors> parts, const std::string& op, const std::string& wire, double prescale,
              double scale, double divisor, std::optional<double> weight) {
-            group.allreduce(tensors.refs(), op_of(op), wire_of(wire), prescale, {scale, divisor}, weight);
+            const std::vector<std::vector<TensorRef>> refs = refs_of(parts);
+            const WithoutGil release;
+            group.reduce(refs, op_of(op), wire_of(wire), prescale, {scale, divisor}, weight);
           },
-          "tensors"_a, "op"_a, "wire"_a, "prescale"_a, "scale"_a, "divisor"_a, "weight"_a = nb::none(), Unlocked())
+          "parts"_a, "op"_a, "wire"_a, "prescale"_a, "scale"_a, "divisor"_a, "weight"_a = nb::none(),
+          "Reduce in place; rank r receives parts[r], or every rank the only part.")
       .def(
           "broadcast",
           [](NcclGroup& group, ListOf<PyTensors> of_rank) {

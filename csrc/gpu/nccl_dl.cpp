@@ -53,6 +53,7 @@ NcclLibrary take(void* library) {
   find(library, "ncclGetErrorString", nccl.GetErrorString);
   find(library, "ncclGetLastError", nccl.GetLastError);
   find(library, "ncclAllReduce", nccl.AllReduce);
+  find(library, "ncclReduceScatter", nccl.ReduceScatter);
   find(library, "ncclBroadcast", nccl.Broadcast);
   find(library, "ncclSend", nccl.Send);
   find(library, "ncclRecv", nccl.Recv);

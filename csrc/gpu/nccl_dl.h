@@ -99,6 +99,9 @@ struct NcclLibrary {
   const char* (*GetLastError)(NcclComm comm);  // ignores its argument: the last error of this process
   NcclResult (*AllReduce)(const void* from, void* to, size_t n_elements, NcclType type, NcclOp op, NcclComm comm,
                           NcclStream stream);
+  // Rank r's `n_elements` of the result begin r * n_elements after the first; in place if `to` is there, too.
+  NcclResult (*ReduceScatter)(const void* from, void* to, size_t n_elements, NcclType type, NcclOp op, NcclComm comm,
+                              NcclStream stream);
   NcclResult (*Broadcast)(const void* from, void* to, size_t n_elements, NcclType type, int root, NcclComm comm,
                           NcclStream stream);
   NcclResult (*Send)(const void* from, size_t n_elements, NcclType type, int peer, NcclComm comm, NcclStream stream);

@@ -76,6 +76,18 @@ size_t aligned(size_t n_bytes) { return (n_bytes + kWireAlignment - 1) / kWireAl
 // Leaves null behind, also for threads that do not hold the mutex.
 NcclComm taken(NcclComm& comm) { return std::atomic_ref<NcclComm>(comm).exchange(nullptr); }
 
+// Whether the pieces are equally long and follow each other in one tensor, as on the other ranks.
+bool in_one_run(const std::vector<GpuPiece>& pieces, size_t item) {
+  auto* next = static_cast<uint8_t*>(pieces[0].address);
+  for (const GpuPiece& piece : pieces) {
+    if (piece.tensor != pieces[0].tensor || piece.n_elements != pieces[0].n_elements || piece.address != next) {
+      return false;
+    }
+    next += piece.n_elements * item;
+  }
+  return true;
+}
+
 int bits_for(int size) {
   int bits = 0;
   while ((1 << bits) < size) ++bits;
@@ -104,9 +116,9 @@ struct NcclGroup::Traffic {
   }
 };
 
-struct NcclGroup::Bucket {
-  Traffic traffic;
-  std::vector<GpuPiece> pieces;
+// What one part has in a bucket.
+struct NcclGroup::Section {
+  std::vector<GpuPiece> pieces;  // their places on the wire are counted from the section's beginning
   size_t n_bytes = 0;
 };
 
@@ -130,7 +142,8 @@ NcclGroup::NcclGroup(std::shared_ptr<DeviceQueue> queue, const NcclLibrary& nccl
       nccl_(nccl),
       rank_(rank),
       size_(size),
-      bucket_bytes_(aligned(std::max<size_t>(bucket_bytes, 1))),
+      // With room for a section of each rank.
+      bucket_bytes_(aligned(std::max(bucket_bytes, static_cast<size_t>(size) * kWireAlignment))),
       timeout_s_(timeout_s),
       check_signals_(std::move(check_signals)),
       comm_(comm) {}
@@ -323,8 +336,15 @@ bool NcclGroup::can_reduce(const std::vector<TensorRef>& tensors, Op op, double 
          });
 }
 
-void NcclGroup::allreduce(const std::vector<TensorRef>& tensors, Op op, Wire wire, double prescale, Factor factor,
-                          std::optional<double> weight) {
+void NcclGroup::reduce(const std::vector<std::vector<TensorRef>>& parts, Op op, Wire wire, double prescale,
+                       Factor factor, std::optional<double> weight) {
+  const bool is_for_these = parts.size() == 1 || parts.size() == static_cast<size_t>(size_);
+  if (!is_for_these || std::any_of(parts.begin(), parts.end(), [&](const std::vector<TensorRef>& part) {
+        return part.size() != parts[0].size();
+      })) {
+    throw std::invalid_argument("pass one part for all ranks, or one for each of the " + std::to_string(size_) +
+                                ", with a run of elements of every tensor");
+  }
   const std::lock_guard lock(mutex_);
   begin();
   const Device::Current current(device_, index_);
@@ -340,59 +360,61 @@ void NcclGroup::allreduce(const std::vector<TensorRef>& tensors, Op op, Wire wir
     divisor = weight_;
   }
   std::vector<Traffic> traffic;
-  traffic.reserve(tensors.size());
-  for (const TensorRef& tensor : tensors) traffic.emplace_back(tensor.dtype, op, wire);
-  measure(tensors, traffic, prescale);
+  traffic.reserve(parts[0].size());
+  for (const TensorRef& tensor : parts[0]) traffic.emplace_back(tensor.dtype, op, wire);
+  measure(parts, traffic, prescale);
 
-  // One bucket per kind of traffic is being filled; tensors are added in order, and sent when their bucket is full.
-  std::vector<Bucket> open;
-  for (size_t t = 0; t < tensors.size(); ++t) {
-    auto bucket = std::find_if(open.begin(), open.end(), [&](const Bucket& b) { return b.traffic == traffic[t]; });
-    if (bucket == open.end()) bucket = open.insert(open.end(), Bucket{traffic[t], {}, 0});
-    const size_t grad_item = item_bytes(traffic[t].grad);
-    const size_t wire_item = item_bytes(traffic[t].wire);
-    for (size_t first = 0; first < tensors[t].n_elements;) {
-      const size_t remaining = std::min(tensors[t].n_elements - first, kLargestPiece);
-      // A tensor is not cut to fill up a bucket, only if it is larger than an empty one.
-      if (bucket->n_bytes != 0 && bucket->n_bytes + remaining * wire_item > bucket_bytes_) {
-        send(*bucket, prescale, factor, divisor);
+  std::vector<Traffic> kinds;
+  for (const Traffic& one : traffic) {
+    if (std::find(kinds.begin(), kinds.end(), one) == kinds.end()) kinds.push_back(one);
+  }
+  const size_t section_bytes = bucket_bytes_ / parts.size() / kWireAlignment * kWireAlignment;
+  for (const Traffic& kind : kinds) {
+    std::vector<std::vector<Section>> sections;  // of each part, bucket by bucket
+    size_t n_buckets = 0;
+    for (const std::vector<TensorRef>& part : parts) {
+      sections.push_back(cut(part, traffic, kind, section_bytes));
+      n_buckets = std::max(n_buckets, sections.back().size());
+    }
+    std::vector<Section> bucket(parts.size());
+    for (size_t b = 0; b < n_buckets; ++b) {
+      for (size_t p = 0; p < parts.size(); ++p) {
+        bucket[p] = b < sections[p].size() ? std::move(sections[p][b]) : Section{};
       }
-      const size_t n = std::min(remaining, bucket_bytes_ / wire_item);
-      bucket->pieces.push_back({static_cast<uint8_t*>(tensors[t].address) + first * grad_item, static_cast<uint32_t>(n),
-                                0, static_cast<uint32_t>(bucket->n_bytes / kWireAlignment), static_cast<uint32_t>(t)});
-      bucket->n_bytes += aligned(n * wire_item);
-      first += n;
-      if (bucket->n_bytes >= bucket_bytes_) send(*bucket, prescale, factor, divisor);
+      send(kind, bucket, prescale, factor, divisor);
     }
   }
-  for (Bucket& bucket : open) send(bucket, prescale, factor, divisor);
 }
 
 // Every scaled tensor's exponent is that of the largest magnitude on any rank.
-void NcclGroup::measure(const std::vector<TensorRef>& tensors, const std::vector<Traffic>& traffic, double prescale) {
+void NcclGroup::measure(const std::vector<std::vector<TensorRef>>& parts, const std::vector<Traffic>& traffic,
+                        double prescale) {
   if (std::none_of(traffic.begin(), traffic.end(), [](const Traffic& t) { return t.scaled; })) return;
-  if (n_exponents_ < tensors.size()) {
+  const size_t n_tensors = traffic.size();
+  if (n_exponents_ < n_tensors) {
     if (device_.is_capturing(index_, queue_->stream())) {
       throw DeviceError(
-          "memory for the scales of " + std::to_string(tensors.size()) +
+          "memory for the scales of " + std::to_string(n_tensors) +
           " tensors cannot be allocated while a graph is being captured: run one step before the capture");
     }
     queue_->synchronize();  // once, if there are more tensors than ever before
     if (exponents_ != nullptr && !captured_) device_.release(index_, exponents_);
     exponents_ = nullptr;
     n_exponents_ = 0;
-    exponents_ = static_cast<int32_t*>(device_.allocate(index_, tensors.size() * sizeof(int32_t)));
-    n_exponents_ = tensors.size();
+    exponents_ = static_cast<int32_t*>(device_.allocate(index_, n_tensors * sizeof(int32_t)));
+    n_exponents_ = n_tensors;
   }
-  device_.fill(index_, exponents_, kNoExponent & 0xff, tensors.size() * sizeof(int32_t), queue_->stream());
+  device_.fill(index_, exponents_, kNoExponent & 0xff, n_tensors * sizeof(int32_t), queue_->stream());
   for (const DType dtype : {DType::kFloat16, DType::kFloat32, DType::kFloat64}) {
     std::vector<GpuPiece> pieces;
-    for (size_t t = 0; t < tensors.size(); ++t) {
-      if (!traffic[t].scaled || traffic[t].grad != dtype) continue;
-      for (size_t first = 0; first < tensors[t].n_elements; first += kLargestPiece) {
-        const size_t n = std::min(tensors[t].n_elements - first, kLargestPiece);
-        pieces.push_back({static_cast<uint8_t*>(tensors[t].address) + first * item_bytes(dtype),
-                          static_cast<uint32_t>(n), 0, 0, static_cast<uint32_t>(t)});
+    for (const std::vector<TensorRef>& part : parts) {
+      for (size_t t = 0; t < n_tensors; ++t) {
+        if (!traffic[t].scaled || traffic[t].grad != dtype) continue;
+        for (size_t first = 0; first < part[t].n_elements; first += kLargestPiece) {
+          const size_t n = std::min(part[t].n_elements - first, kLargestPiece);
+          pieces.push_back({static_cast<uint8_t*>(part[t].address) + first * item_bytes(dtype),
+                            static_cast<uint32_t>(n), 0, 0, static_cast<uint32_t>(t)});
+        }
       }
     }
     if (pieces.empty()) continue;
@@ -401,17 +423,71 @@ void NcclGroup::measure(const std::vector<TensorRef>& tensors, const std::vector
     call.exponents = exponents_;
     device_.run(index_, call, queue_->stream());
   }
-  done(nccl_.AllReduce(exponents_, exponents_, tensors.size(), kNcclInt32, kNcclMax, comm_, queue_->stream()),
+  done(nccl_.AllReduce(exponents_, exponents_, n_tensors, kNcclInt32, kNcclMax, comm_, queue_->stream()),
        "reduce the largest magnitudes");
 }
 
-// Packs, reduces and unpacks the bucket, and empties it.
-void NcclGroup::send(Bucket& bucket, double prescale, Factor factor, const double* divisor) {
-  if (bucket.pieces.empty()) return;
-  const Traffic& traffic = bucket.traffic;
-  NcclType type{};
-  nccl_type(traffic.wire, &type);
-  KernelCall call{KernelCall::kPack, traffic.grad, traffic.wire, bucket.pieces.data(), bucket.pieces.size()};
+// Cuts what a part has of one kind of traffic into sections, in the order of the tensors.
+std::vector<NcclGroup::Section> NcclGroup::cut(const std::vector<TensorRef>& part, const std::vector<Traffic>& traffic,
+                                               const Traffic& kind, size_t section_bytes) {
+  const size_t grad_item = item_bytes(kind.grad);
+  const size_t wire_item = item_bytes(kind.wire);
+  std::vector<Section> sections;
+  for (size_t t = 0; t < part.size(); ++t) {
+    if (!(traffic[t] == kind)) continue;
+    for (size_t first = 0; first < part[t].n_elements;) {
+      const size_t remaining = std::min(part[t].n_elements - first, kLargestPiece);
+      // A tensor is not cut to fill up a section, only if it is larger than an empty one.
+      if (sections.empty() || sections.back().n_bytes + remaining * wire_item > section_bytes) sections.emplace_back();
+      Section& section = sections.back();
+      const size_t n = std::min(remaining, section_bytes / wire_item);
+      section.pieces.push_back({static_cast<uint8_t*>(part[t].address) + first * grad_item, static_cast<uint32_t>(n), 0,
+                                static_cast<uint32_t>(section.n_bytes / kWireAlignment), static_cast<uint32_t>(t)});
+      section.n_bytes += aligned(n * wire_item);
+      first += n;
+    }
+  }
+  return sections;
+}
+
+// Packs, reduces and unpacks a bucket. Every rank decides the same, whatever its weight and its tensors' addresses are.
+void NcclGroup::send(const Traffic& traffic, const std::vector<Section>& bucket, double prescale, Factor factor,
+                     const double* divisor) {
+  size_t largest = 0, total = 0, n_pieces = 0;
+  for (const Section& section : bucket) {
+    largest = std::max(largest, section.n_bytes);
+    total += section.n_bytes;
+    n_pieces += section.pieces.size();
+  }
+  // In a ring, a reduce-scatter sends what an all-reduce of half the bytes does: with much padding, that is cheaper.
+  const bool scatters = bucket.size() > 1 && bucket.size() * largest < 2 * total;
+  const size_t mine = bucket.size() > 1 ? static_cast<size_t>(rank_) : 0;
+  std::vector<GpuPiece> pieces;
+  pieces.reserve(n_pieces);
+  size_t end = 0, first_of_mine = 0;
+  for (size_t s = 0; s < bucket.size(); ++s) {
+    if (s == mine) first_of_mine = pieces.size();
+    for (GpuPiece piece : bucket[s].pieces) {
+      piece.wire_offset += static_cast<uint32_t>(end / kWireAlignment);
+      pieces.push_back(piece);
+    }
+    end += scatters ? largest : bucket[s].n_bytes;
+  }
+  const size_t wire_item = item_bytes(traffic.wire);
+  const auto reduce = [&](void* data, size_t n_elements) {
+    NcclType type{};
+    nccl_type(traffic.wire, &type);
+    if (!scatters) {
+      done(nccl_.AllReduce(data, data, n_elements, type, traffic.op, comm_, queue_->stream()), "reduce a bucket");
+      return;
+    }
+    const size_t n = n_elements / bucket.size();
+    done(nccl_.ReduceScatter(data, static_cast<uint8_t*>(data) + mine * n * wire_item, n, type, traffic.op, comm_,
+                             queue_->stream()),
+         "reduce a bucket");
+  };
+
+  KernelCall call{KernelCall::kPack, traffic.grad, traffic.wire, pieces.data(), pieces.size()};
   call.wire = static_cast<uint8_t*>(bucket_);
   call.prescale = prescale;
   call.factor = factor;
@@ -420,25 +496,21 @@ void NcclGroup::send(Bucket& bucket, double prescale, Factor factor, const doubl
     call.exponents = exponents_;
     call.headroom = traffic.op == kNcclSum ? bits_for(size_) : 0;
   }
-  // Every rank decides the same, whatever their weights are.
-  const bool travels_as_it_is = bucket.pieces.size() == 1 && traffic.wire == traffic.grad && !traffic.scaled &&
-                                prescale == 1.0 && divisor == nullptr;
+  const bool travels_as_it_is = pieces.size() == (scatters ? bucket.size() : 1) && in_one_run(pieces, wire_item) &&
+                                traffic.wire == traffic.grad && !traffic.scaled && prescale == 1.0 &&
+                                divisor == nullptr;
   if (travels_as_it_is) {
-    void* address = bucket.pieces[0].address;
-    done(nccl_.AllReduce(address, address, bucket.pieces[0].n_elements, type, traffic.op, comm_, queue_->stream()),
-         "reduce a tensor");
+    reduce(pieces[0].address, pieces.size() * pieces[0].n_elements);
     call.step = KernelCall::kScale;
-    if (factor.scale != 1.0 || factor.divisor != 1.0) device_.run(index_, call, queue_->stream());
   } else {
     device_.run(index_, call, queue_->stream());
-    done(nccl_.AllReduce(bucket_, bucket_, bucket.n_bytes / item_bytes(traffic.wire), type, traffic.op, comm_,
-                         queue_->stream()),
-         "reduce a bucket");
+    reduce(bucket_, end / wire_item);
     call.step = KernelCall::kUnpack;
-    device_.run(index_, call, queue_->stream());
   }
-  bucket.pieces.clear();
-  bucket.n_bytes = 0;
+  call.pieces += first_of_mine;
+  call.n_pieces = bucket[mine].pieces.size();
+  const bool is_complete = travels_as_it_is && factor.scale == 1.0 && factor.divisor == 1.0;
+  if (call.n_pieces != 0 && !is_complete) device_.run(index_, call, queue_->stream());
 }
 
 void NcclGroup::broadcast(const std::vector<std::vector<Buffer>>& of_rank) {

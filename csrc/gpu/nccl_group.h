@@ -4,12 +4,14 @@
 // for the GPU, and none checks whether the ranks do the same. The caller makes sure of that, and calls fail() if they
 // do not.
 //
-// An all-reduce packs a bucket (one kernel casts and scales), reduces it by one in-place ncclAllReduce, and unpacks it
-// (scales back, divides), all on one stream, so that memory for one bucket is enough. A bucket that is one large
-// tensor, sent without conversion, is reduced where it is. Sums are NCCL's: the same bits on all ranks, in an order
-// that NCCL chooses, and 16-bit wire dtypes are added in 16 bits. So fp16 has one power-of-two scale for each tensor,
-// common to all ranks, with headroom for the sum: before the buckets, one kernel computes each tensor's largest
-// exponent and a max-reduction makes it common. float16 tensors are sent in this way even without compression.
+// A reduction packs a bucket (one kernel casts and scales), reduces it by one operation of NCCL, in place, and unpacks
+// it (scales back, divides), all on one stream, so that memory for one bucket is enough. The operation is an
+// all-reduce; or, if each rank receives a part of the results only, a reduce-scatter, for which a bucket consists of
+// sections of equal size, one with a piece of each rank's part. A bucket that is one large tensor, sent without
+// conversion, is reduced where it is. Sums are NCCL's: the same bits on all ranks that receive them, in an order that
+// NCCL chooses, and 16-bit wire dtypes are added in 16 bits. So fp16 has one power-of-two scale for each tensor, common
+// to all ranks, with headroom for the sum: before the buckets, one kernel computes each tensor's largest exponent and a
+// max-reduction makes it common. float16 tensors are sent in this way even without compression.
 #pragma once
 
 #include <atomic>
@@ -50,12 +52,14 @@ class NcclGroup {
   void register_bucket(bool windows);
   std::string registered() const { return registered_; }  // "window", "buffer" or "no"
 
-  // Whether allreduce() supports these: NCCL has neither averages of integers nor all dtypes, and loses NaN in the
+  // Whether reduce() supports these: NCCL has neither averages of integers nor all dtypes, and loses NaN in the
   // minimum and maximum of floats.
   static bool can_reduce(const std::vector<TensorRef>& tensors, Op op, double prescale, Factor factor);
-  // Reduces in place. With a `weight`, the divisor is the sum of all ranks' weights, which stays on the GPU.
-  void allreduce(const std::vector<TensorRef>& tensors, Op op, Wire wire, double prescale, Factor factor,
-                 std::optional<double> weight);
+  // Reduces in place. parts[r] is what rank r receives: of every tensor a run of elements, perhaps none, the rest of
+  // which is undefined afterwards. A single part is what all ranks receive. With a `weight`, the divisor is the sum of
+  // all ranks' weights, which stays on the GPU.
+  void reduce(const std::vector<std::vector<TensorRef>>& parts, Op op, Wire wire, double prescale, Factor factor,
+              std::optional<double> weight);
   // All ranks receive in of_rank[r] what rank r has there.
   void broadcast(const std::vector<std::vector<Buffer>>& of_rank);
   void alltoall(const std::vector<Buffer>& send, const std::vector<Buffer>& receive);
@@ -72,7 +76,7 @@ class NcclGroup {
  private:
   static constexpr double kForever = std::numeric_limits<double>::infinity();
   struct Traffic;
-  struct Bucket;
+  struct Section;
 
   NcclGroup(std::shared_ptr<DeviceQueue> queue, const NcclLibrary& nccl, NcclComm comm, int rank, int size,
             size_t bucket_bytes, double timeout_s, std::function<void()> check_signals);
@@ -85,8 +89,11 @@ class NcclGroup {
   void abort(NcclComm comm);
   void begin();
   void leave();
-  void measure(const std::vector<TensorRef>& tensors, const std::vector<Traffic>& traffic, double prescale);
-  void send(Bucket& bucket, double prescale, Factor factor, const double* divisor);
+  void measure(const std::vector<std::vector<TensorRef>>& parts, const std::vector<Traffic>& traffic, double prescale);
+  static std::vector<Section> cut(const std::vector<TensorRef>& part, const std::vector<Traffic>& traffic,
+                                  const Traffic& kind, size_t section_bytes);
+  void send(const Traffic& traffic, const std::vector<Section>& bucket, double prescale, Factor factor,
+            const double* divisor);
 
   std::shared_ptr<DeviceQueue> queue_;
   Device& device_;

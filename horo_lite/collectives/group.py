@@ -18,7 +18,7 @@ from horo_lite.collectives.arrays import Array, GpuMemory, Memory, gpu_of
 from horo_lite.collectives.calls import Call, Compare, Finish, Part
 from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.handle import Handle
-from horo_lite.collectives.reductions import AnyOp, Average, Division, Exchange, rows_of
+from horo_lite.collectives.reductions import AnyOp, Average, Exchange, rows_of
 from horo_lite.errors import (
     GROUP_IS_LOST,
     DeviceError,
@@ -34,7 +34,7 @@ from horo_lite.transports.agreement import (
     needs_all,
     printable,
 )
-from horo_lite.transports.interface import Header
+from horo_lite.transports.interface import Division, Header
 from horo_lite.transports.stream import CommunicationStream
 from horo_lite.transports.watchdog import ELSEWHERE, Watchdog
 

@@ -18,11 +18,11 @@ from horo_lite.collectives.participation import ArraySpec, neutral
 from horo_lite.collectives.shared_memory import memory_of
 from horo_lite.recording import recorder
 from horo_lite.transports.agreement import StandIn, digest_of, needs_all, printable
-from horo_lite.transports.interface import Header, Reduction
+from horo_lite.transports.interface import Division, Header, Reduction
 
 if TYPE_CHECKING:
     from horo_lite.collectives.group import Group
-    from horo_lite.transports import QueuedReductions, Transport, interface
+    from horo_lite.transports import QueuedReductions, Transport
     from horo_lite.transports.watchdog import Watchdog
 
 
@@ -139,13 +139,16 @@ class AllReduce(Call[bool]):
             self.prescale_factor,
             self.postscale_factor,
             part.memory.tensors.signature,
-            _digest_of_names(tuple(self.names)),
+            _digest_of(tuple(self.names)),
             part.weight is not None,
             _location(part),
         )
 
     def describe(self, part: Part) -> str:
-        return "\n".join([self._options(part), *part.memory.describe(self.names)])
+        return self._text(self._options(part), part.memory.describe(self.names))
+
+    def _text(self, options: str, arrays: Sequence[str]) -> str:
+        return "\n".join([options, *arrays])
 
     def count(self, part: Part) -> int:
         return part.memory.tensors.layout
@@ -164,7 +167,8 @@ class AllReduce(Call[bool]):
         )
         if not queued.can_reduce(part.memory.tensors, reduction, part.weight):
             return None
-        is_queued = self._queue(part, queued, reduction, watchdog)
+        division = self._division(part, transport.size)
+        is_queued = self._queue(part, queued, reduction, division, watchdog)
         return lambda: is_queued and self._complete(part)
 
     def move(self, part: Part, transport: Transport, headers: Sequence[Header]) -> Finish[bool]:
@@ -213,7 +217,7 @@ class AllReduce(Call[bool]):
 
     def _is_native(self, part: Part, transport: Transport) -> bool:
         """Return whether the core alone can run it; else Python code raises errors, too."""
-        if part.memory.stream is not None or self._scatter(part, transport) is not None:
+        if part.memory.stream is not None or self._division(part, transport.size):
             return False
         if self.op is Adasum:
             return False
@@ -270,7 +274,12 @@ class AllReduce(Call[bool]):
         return "\n".join([part.label, *options])
 
     def _queue(
-        self, part: Part, queued: QueuedReductions, reduction: Reduction, watchdog: Watchdog
+        self,
+        part: Part,
+        queued: QueuedReductions,
+        reduction: Reduction,
+        division: Division,
+        watchdog: Watchdog,
     ) -> bool:
         """Queue the work on the GPU; whether the ranks agree is checked concurrently."""
         tensors = part.memory.tensors
@@ -279,7 +288,7 @@ class AllReduce(Call[bool]):
         outline, names = tensors.outline(), self.names
 
         def describe() -> str:
-            return "\n".join([asked, *described(outline, names)])
+            return self._text(asked, described(outline, names))
 
         digest = digest_of((self.contract(part), tensors.layout))
         notice = watchdog.announce(part.label, digest, describe, follows=part.follows)
@@ -289,7 +298,7 @@ class AllReduce(Call[bool]):
                 return False
         recorder.begin()
         part.memory.begin()
-        queued.reduce(tensors, reduction, part.weight)
+        queued.reduce(tensors, reduction, part.weight, division)
         return True
 
     def _reduction(self, part: Part, weights: Sequence[float]) -> Reduction:
@@ -305,33 +314,23 @@ class AllReduce(Call[bool]):
         )
 
     def _reduce(self, part: Part, transport: Transport, reduction: Reduction) -> None:
-        tensors, size = part.memory.tensors, transport.size
-        scatter = self._scatter(part, transport)
-        parts = [self.part_of(r, size, tensors) for r in range(size)] if scatter else []
+        tensors = part.memory.tensors
+        division = self._division(part, transport.size)
         if self.op is Adasum:
             adasum.reduce(part.memory, transport, self.prescale_factor, self.postscale_factor)
         elif part.offsets is not None and part.shared is not None:
-            transport.reduce_in_place(tensors, part.shared, reduction, parts)
-        elif scatter:
-            scatter(parts, parts[transport.rank], reduction)
+            transport.reduce_in_place(tensors, part.shared, reduction, division)
         else:
-            transport.allreduce(tensors, reduction)
+            transport.allreduce(tensors, reduction, division)
 
-    def _scatter(self, part: Part, transport: Transport) -> interface.ReduceScatter | None:
-        """Return the transport's reduce-scatter, if each rank needs its part only."""
+    def _division(self, part: Part, size: int) -> Division:
+        """Return what each of `size` ranks receives of the results; empty if all of them."""
         sees_results = type(self.compression).restore is not Compressor.restore
-        if not self.scatters or sees_results or part.memory.stream is not None:
-            return None
-        return transport.host.reduce_scatter
+        return () if sees_results else self.needed(part.memory.tensors, size)
 
-    @property
-    def scatters(self) -> bool:
-        """Whether each rank needs its part of the results only."""
-        return False
-
-    def part_of(self, rank: int, size: int, tensors: _native.Tensors) -> _native.Tensors:
-        """Return what a rank, of `size`, needs of the results, if the call `scatters`."""
-        raise NotImplementedError
+    def needed(self, tensors: _native.Tensors, size: int) -> Division:
+        """Return what each of `size` ranks needs of the results; empty if all of them."""
+        return ()
 
     def _complete(self, part: Part) -> bool:
         part.memory.end()
@@ -350,10 +349,6 @@ class AllReduce(Call[bool]):
                 method(self.compression, name, x)
 
 
-Division: TypeAlias = Sequence[Sequence[tuple[int, int]]]
-"""For each rank, which elements of each array belong to it, from begin to end, in C order."""
-
-
 @dataclass(frozen=True)
 class Exchange(AllReduce):
     """All-reduce an optimizer's gradients, which the call's name identifies.
@@ -370,24 +365,22 @@ class Exchange(AllReduce):
     kind = "exchange"
 
     def prepare(self, part: Part) -> None:
-        if self.division and part.memory.stream is None and part.memory.tensors.layout:
+        if self.division and part.memory.tensors.layout:
             part.memory.use_c_order()
         super().prepare(part)
 
     def contract(self, part: Part) -> object:
         contract = super().contract(part)
-        return (contract, self.division) if self.division else contract
+        if not self.division:
+            return contract
+        return contract, _digest_of(tuple(map(tuple, self.division)))
 
-    def describe(self, part: Part) -> str:
-        described = super().describe(part)
-        return f"{described}\ndivided: {self.division}" if self.division else described
+    def _text(self, options: str, arrays: Sequence[str]) -> str:
+        text = super()._text(options, arrays)
+        return f"{text}\ndivided: {self.division}" if self.division else text
 
-    @property
-    def scatters(self) -> bool:
-        return bool(self.division) and self.op is not Adasum
-
-    def part_of(self, rank: int, size: int, tensors: _native.Tensors) -> _native.Tensors:
-        return tensors.elements(self.division[rank])
+    def needed(self, tensors: _native.Tensors, size: int) -> Division:
+        return self.division
 
     def changes(self, part: Part) -> _native.Tensors | None:
         return None  # they have already been compared with each other
@@ -397,8 +390,8 @@ class Exchange(AllReduce):
 class ReduceScatter(AllReduce):
     """Reduce every array; each rank receives its `rows_of` it, and the other rows are undefined.
 
-    Only these rows travel if the transport has a reduce-scatter and the compression has no hook
-    that must see whole results. The blocks that fp16 scales begin at each rank's first row.
+    Only these rows travel, unless the compression has a hook that must see whole results. On CPUs,
+    the blocks that fp16 scales begin at each rank's first row.
     """
 
     kind = "reducescatter"
@@ -409,20 +402,21 @@ class ReduceScatter(AllReduce):
             raise ValueError("reducescatter takes op=Average, Sum, Min, Max or Product, not Adasum")
 
     def prepare(self, part: Part) -> None:
-        if part.memory.stream is None and part.memory.tensors.layout:
+        if part.memory.tensors.layout:
             part.memory.use_c_order()  # in other orders, rows are not consecutive in memory
         super().prepare(part)
 
     def participation(self, part: Part, ranks: Sequence[int], joined: Sequence[int]) -> StandIn:
         return needs_all(part.label)(joined)
 
-    @property
-    def scatters(self) -> bool:
-        return True
-
-    def part_of(self, rank: int, size: int, tensors: _native.Tensors) -> _native.Tensors:
-        n_rows = [tensors.shape(i)[0] for i in range(len(tensors))]
-        return tensors.rows([rows_of(n, size, rank) for n in n_rows])
+    def needed(self, tensors: _native.Tensors, size: int) -> Division:
+        shapes = [tensors.shape(i) for i in range(len(tensors))]
+        n_each = [math.prod(shape[1:]) for shape in shapes]  # elements of a row
+        of_ranks = [[rows_of(shape[0], size, rank) for shape in shapes] for rank in range(size)]
+        return [
+            [(begin * n, end * n) for (begin, end), n in zip(rows, n_each, strict=True)]
+            for rows in of_ranks
+        ]
 
 
 def rows_of(n_rows: int, size: int, rank: int) -> tuple[int, int]:
@@ -461,6 +455,6 @@ def _order(layout: int) -> str:
 
 
 @lru_cache(maxsize=64)
-def _digest_of_names(names: tuple[str, ...]) -> int:
-    """Return a digest, cached because an optimizer uses the same names in every step."""
-    return digest_of(names)
+def _digest_of(what: tuple[object, ...]) -> int:
+    """Return a digest, cached because an optimizer has the same names and parts in every step."""
+    return digest_of(what)

@@ -28,7 +28,6 @@ from horo_lite.collectives.reductions import (
     Adasum,
     AnyOp,
     Average,
-    Division,
     Sum,
     checked_weight,
 )
@@ -57,6 +56,7 @@ from horo_lite.training.trials import Trials
 
 if TYPE_CHECKING:
     from horo_lite.collectives.group import Group
+    from horo_lite.transports.interface import Division
     from horo_lite.transports.shm import SharedMemory
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 from horo_lite import _native
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from horo_lite.transports.shm import SharedMemory
 
 __all__ = [
+    "Division",
     "Header",
     "HostTransport",
     "OverHost",
@@ -27,6 +28,7 @@ __all__ = [
     "ReduceScatter",
     "Reduction",
     "Transport",
+    "parts_of",
 ]
 
 
@@ -66,6 +68,18 @@ class Reduction(NamedTuple):
         return cls(op, wire, prescale, scale, divisor, weights)
 
 
+Division: TypeAlias = Sequence[Sequence[tuple[int, int]]]
+"""For each rank, which elements of each tensor belong to it, from begin to end, in C order."""
+
+
+def parts_of(tensors: _native.Tensors, division: Division) -> list[_native.Tensors]:
+    """Return what each rank receives of a reduction's results; of an empty division, what all do.
+
+    With a division, the tensors must be in C order.
+    """
+    return [tensors.elements(ranges) for ranges in division] or [tensors]
+
+
 ReduceScatter = Callable[[Sequence[_native.Tensors], _native.Tensors, Reduction], None]
 
 
@@ -80,7 +94,13 @@ class QueuedReductions(Protocol):
     ) -> bool:
         """Return whether `reduce` can do this, which is the same on all ranks that agree."""
 
-    def reduce(self, tensors: _native.Tensors, reduction: Reduction, weight: float | None) -> None:
+    def reduce(
+        self,
+        tensors: _native.Tensors,
+        reduction: Reduction,
+        weight: float | None,
+        division: Division = (),
+    ) -> None:
         """Reduce like `allreduce`; divide averages by the sum of all ranks' weights, or by size.
 
         `weight` is this rank's; the reduction has neither weights nor a divisor.
@@ -134,8 +154,8 @@ class Transport(ABC):
         """A function that reduces all ranks' contributions for this rank into a list of tensors.
 
         Its arguments are this rank's contribution for each rank, which remains unchanged, the
-        result, and the reduction. None if all data travels to every rank anyway, so that
-        `allreduce` is as good.
+        result, and the reduction. None if there is only this rank, or for tensors on a GPU: there,
+        `allreduce` takes a division.
         """
         return None
 
@@ -149,22 +169,27 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def allreduce(self, tensors: _native.Tensors, reduction: Reduction) -> None:
-        """Leave the result of the reduction in every tensor."""
+    def allreduce(
+        self, tensors: _native.Tensors, reduction: Reduction, division: Division = ()
+    ) -> None:
+        """Leave the result of the reduction in every tensor.
+
+        With a `division`, the same on all ranks, only in what it gives this rank; the rest is
+        undefined afterwards, and fewer bytes are sent.
+        """
 
     def reduce_in_place(
         self,
         tensors: _native.Tensors,
         memory: SharedMemory,
         reduction: Reduction,
-        parts: Sequence[_native.Tensors] = (),
+        division: Division = (),
     ) -> None:
         """Reduce like `allreduce`, tensors at the same offsets in every rank's shared memory.
 
-        The reduction has wire "none", no prescale and no weights. If `parts`, those of each rank,
-        are given, a rank need not get the results of others' parts.
+        The reduction has wire "none", no prescale and no weights.
         """
-        self.allreduce(tensors, reduction)
+        self.allreduce(tensors, reduction, division)
 
     @abstractmethod
     def broadcast(self, tensors: _native.Tensors, root: int) -> None:
@@ -237,8 +262,14 @@ class HostTransport(Transport):
         self.check_matched(label)
         return [Header(*header) for header in self.members.agree(label, digest, count, weight)]
 
-    def allreduce(self, tensors: _native.Tensors, reduction: Reduction) -> None:
-        self.members.allreduce(tensors, *reduction)
+    def allreduce(
+        self, tensors: _native.Tensors, reduction: Reduction, division: Division = ()
+    ) -> None:
+        if division:
+            parts = parts_of(tensors, division)
+            self._reduce_scatter(parts, parts[self.rank], reduction)
+        else:
+            self.members.allreduce(tensors, *reduction)
 
     @property
     def reduce_scatter(self) -> ReduceScatter:
@@ -287,17 +318,19 @@ class OverHost(Transport):
     ) -> list[Header]:
         return self._host.agree(digest, count, weight, label=label)
 
-    def allreduce(self, tensors: _native.Tensors, reduction: Reduction) -> None:
-        self._host.allreduce(tensors, reduction)
+    def allreduce(
+        self, tensors: _native.Tensors, reduction: Reduction, division: Division = ()
+    ) -> None:
+        self._host.allreduce(tensors, reduction, division)
 
     def reduce_in_place(
         self,
         tensors: _native.Tensors,
         memory: SharedMemory,
         reduction: Reduction,
-        parts: Sequence[_native.Tensors] = (),
+        division: Division = (),
     ) -> None:
-        self._host.reduce_in_place(tensors, memory, reduction, parts)
+        self._host.reduce_in_place(tensors, memory, reduction, division)
 
     def broadcast(self, tensors: _native.Tensors, root: int) -> None:
         self._host.broadcast(tensors, root)

@@ -11,7 +11,13 @@ from horo_lite.arguments import QUANTIZED
 from horo_lite.errors import DeviceError, warn
 from horo_lite.transports.agreement import agree, allgather_objects, allgather_texts
 from horo_lite.transports.gpu import GpuTransport
-from horo_lite.transports.interface import QueuedReductions, Reduction, Transport
+from horo_lite.transports.interface import (
+    Division,
+    QueuedReductions,
+    Reduction,
+    Transport,
+    parts_of,
+)
 from horo_lite.transports.nccl_library import nccl_candidates
 from horo_lite.transports.peers import host_key
 from horo_lite.transports.staged import DEFAULT_STAGE_BYTES, StagedTransport
@@ -59,21 +65,30 @@ class NcclTransport(GpuTransport):
     def _divisor(self, op: str, weight: float | None) -> float:
         return float(self.size) if op == "average" and weight is None else 1.0
 
-    def reduce(self, tensors: _native.Tensors, reduction: Reduction, weight: float | None) -> None:
+    def reduce(
+        self,
+        tensors: _native.Tensors,
+        reduction: Reduction,
+        weight: float | None,
+        division: Division = (),
+    ) -> None:
         op, wire, prescale, scale, _, _ = reduction
         self._check_wire(wire)
         divisor = self._divisor(op, weight)
-        self.group.allreduce(tensors, op, wire, prescale, scale, divisor, weight)
+        parts = parts_of(tensors, division)
+        self.group.reduce(parts, op, wire, prescale, scale, divisor, weight)
 
-    def allreduce(self, tensors: _native.Tensors, reduction: Reduction) -> None:
+    def allreduce(
+        self, tensors: _native.Tensors, reduction: Reduction, division: Division = ()
+    ) -> None:
         op, wire, prescale, scale, divisor, weights = reduction
         if self.group.can_reduce(tensors, op, prescale, scale, divisor):  # the same on all ranks
             self._check_wire(wire)
-            mine = prescale * weights[self.rank] if weights else prescale
-            self.group.allreduce(tensors, op, wire, mine, scale, divisor)
+            parts, weight = parts_of(tensors, division), weights[self.rank] if weights else None
+            self.group.reduce(parts, op, wire, prescale, scale, divisor, weight)
         else:
             self.host.agree(0, label="a reduction without NCCL")
-            self._staged.allreduce(tensors, reduction)
+            self._staged.allreduce(tensors, reduction, division)
 
     def _check_wire(self, wire: str) -> None:
         if self.rank == 0 and wire in QUANTIZED and wire not in _warned:

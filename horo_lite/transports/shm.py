@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horo_lite import _native
-from horo_lite.transports.interface import HostTransport, Reduction
+from horo_lite.transports.interface import Division, HostTransport, Reduction, parts_of
 
 
 class ShmTransport(HostTransport):
@@ -35,11 +35,11 @@ class ShmTransport(HostTransport):
         tensors: _native.Tensors,
         memory: SharedMemory,
         reduction: Reduction,
-        parts: Sequence[_native.Tensors] = (),
+        division: Division = (),
     ) -> None:
-        if parts:
-            mine = parts[self.rank]
-            self.group.reduce_scatter(list(parts), mine, *reduction, memory.distances)
+        if division:
+            parts = parts_of(tensors, division)
+            self.group.reduce_scatter(parts, parts[self.rank], *reduction, memory.distances)
         else:
             self.group.allreduce(tensors, *reduction, memory.distances)
 

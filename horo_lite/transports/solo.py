@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from horo_lite import _native
-from horo_lite.transports.interface import Header, Reduction, Transport
+from horo_lite.transports.interface import Division, Header, Reduction, Transport
 
 
 class SoloTransport(Transport):
@@ -25,7 +25,9 @@ class SoloTransport(Transport):
     ) -> list[Header]:
         return [Header(digest, count, weight)]
 
-    def allreduce(self, tensors: _native.Tensors, reduction: Reduction) -> None:
+    def allreduce(
+        self, tensors: _native.Tensors, reduction: Reduction, division: Division = ()
+    ) -> None:
         if not is_identity(reduction):
             self.members.allreduce(tensors, *reduction._replace(wire="none"))
 

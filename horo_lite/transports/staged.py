@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from horo_lite import _native
 from horo_lite.transports.gpu import GpuTransport
-from horo_lite.transports.interface import Reduction, Transport
+from horo_lite.transports.interface import Division, Reduction, Transport
 from horo_lite.transports.solo import is_identity
 
 DEFAULT_STAGE_BYTES = 25 * 2**20
@@ -27,12 +27,17 @@ class StagedTransport(GpuTransport):
         self._stage_bytes = stage_bytes
         self._staging = _native.Staging(queue)
 
-    def allreduce(self, tensors: _native.Tensors, reduction: Reduction) -> None:
+    def allreduce(
+        self, tensors: _native.Tensors, reduction: Reduction, division: Division = ()
+    ) -> None:
         if self.size == 1 and is_identity(reduction):
             return
+        results = tensors.elements(division[self.rank]) if division else tensors
         for part, host in self._parts(tensors):
-            self.host.allreduce(host, reduction)
-            self._staging.upload(host, tensors, part.start)
+            here = [ranges[part.start : part.stop] for ranges in division]
+            self.host.allreduce(host, reduction, here)
+            received = host.elements(here[self.rank]) if here else host
+            self._staging.upload(received, results, part.start)
 
     def broadcast(self, tensors: _native.Tensors, root: int) -> None:
         for part, host in self._parts(tensors) if self.size > 1 else ():

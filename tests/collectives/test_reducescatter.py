@@ -60,8 +60,15 @@ def test_nothing_but_each_ranks_rows_travels(
         )
         return result.tolist()
 
-    monkeypatch.setattr(ShmTransport, "allreduce", None)
+    reduce_scatter, seen = ShmTransport._reduce_scatter, []
+
+    def noted(transport: ShmTransport, parts: Any, *args: Any) -> None:
+        seen.append([part.nbytes for part in parts])
+        reduce_scatter(transport, parts, *args)
+
+    monkeypatch.setattr(ShmTransport, "_reduce_scatter", noted)
     assert run_threads(3, body) == [[0.0, 6.0], [12.0, 18.0], [24.0, 30.0]]
+    assert seen == [[16, 16, 16]] * 3
 
 
 def test_scales_of_fp16_begin_with_each_ranks_rows() -> None:

@@ -298,7 +298,7 @@ def host_time(how: str) -> None:
             reads.append(time.perf_counter() - began)
             stream.queue.follow(library_stream(library))
             began = time.perf_counter()
-            nccl.allreduce(tensors, "average", compression.wire, 1.0, 1.0, float(world.size), None)
+            nccl.reduce([tensors], "average", compression.wire, 1.0, 1.0, float(world.size), None)
             queued.append(time.perf_counter() - began)
             stream.queue.synchronize()
             ops.barrier(group=world.group)

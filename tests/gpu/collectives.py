@@ -192,6 +192,32 @@ def check_gathers_and_the_like(group: Group, library: Library) -> None:
     assert received.tolist() == [splits[s][rank] for s in range(size)]
 
 
+def check_divided_results(group: Group, library: Library) -> None:
+    """Each rank receives its part of the results, also of tensors larger than a bucket."""
+    rank, size = group.rank, group.size
+    n_large = 100_000 if library.name == "fake device" else 35_000_000
+    shapes = [(64 * size,), (3, 700), (5,), (0,), (n_large,)]
+
+    def cuts(n: int) -> list[int]:
+        return [n * r // size for r in range(size)] + [n]
+
+    each = [cuts(int(np.prod(shape))) for shape in shapes]
+    division = [[(c[r], c[r + 1]) for c in each] for r in range(size)]
+    wires = [("float32", hvd.Compression.fp16), ("float32", hvd.Compression.bf16)]
+    whole = [(dtype, hvd.Compression.none) for dtype in library.dtypes if dtype != "bool"]
+    for dtype, compression in whole + wires:
+        some = slice(None) if (dtype, compression.wire) == ("float32", "none") else slice(4)
+        inputs = [everyone(group, shape, dtype) for shape in shapes[some]]
+        xs = [library.make(x[rank]) for x in inputs]
+        names = [str(shape) for shape in shapes[some]]
+        parts = [of_rank[some] for of_rank in division]
+        how: dict[str, Any] = {"names": names, "compression": compression, "op": Sum}
+        group.exchange(xs, label="divided", division=parts, **how)
+        for x, given, (begin, end) in zip(xs, inputs, parts[rank], strict=True):
+            got = library.read(x).reshape(-1)[begin:end]
+            assert_same(got, summed(given).reshape(-1)[begin:end], (dtype, given[0].shape))
+
+
 def check_asynchronous_forms(group: Group, library: Library) -> None:
     """By name, in a different order on every rank."""
     names = [f"t{i}" for i in range(6)]
@@ -350,7 +376,8 @@ def why_not(name: str, library: Library, transport: str, size: int) -> str | Non
         return None if library.name == "torch" and transport != "staged" else "not this library"
     if name == "arrays that cannot be written":
         return "they can" if library.writable else None
-    if name in ("views in place", "weights", "optimizer") and not library.writable:
+    in_place = ("views in place", "weights", "optimizer", "divided results")
+    if name in in_place and not library.writable:
         return "nothing is done in place"
     if name == "mismatches are told to all" and size == 1:
         return "one rank"

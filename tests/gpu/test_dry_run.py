@@ -34,13 +34,13 @@ def test_on_the_fake_device(only: str, tmp_path: Path) -> None:
     ended = check(only, HORO_LITE_TEST_GPUS="a", OUT=str(out))
     assert ended.returncode == 0, ended.stdout + ended.stderr
     passed, failed = ended.stdout.splitlines()[-1].removesuffix(" failed").split(" passed, ")
-    assert int(passed) == (38 if "fake device" in only else 1)
+    assert int(passed) == (41 if "fake device" in only else 1)
     assert int(failed) == 0
     assert out.read_text() == ended.stdout
 
 
 @pytest.mark.parametrize(
-    ("stage", "only", "n_passed"), [("extra", "2 ranks", 8), ("tune", "without NCCL_P2P", 2)]
+    ("stage", "only", "n_passed"), [("extra", "2 ranks", 9), ("tune", "without NCCL_P2P", 2)]
 )
 def test_the_other_stages(stage: str, only: str, n_passed: int) -> None:
     ended = check(only, HORO_LITE_TEST_GPUS="a", HORO_LITE_TEST_GPU_STAGE=stage)

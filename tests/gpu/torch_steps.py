@@ -108,6 +108,16 @@ def check_half_precision_on_the_wire(group: Group) -> None:
     assert_as_alone(net, group, **HALF)
 
 
+def check_divided_state_and_gradients(group: Group) -> None:
+    """Each rank receives the averages of its share, and updates it."""
+    for compression, close in ((hvd.Compression.none, CLOSE), (hvd.Compression.fp16, HALF)):
+        net = network()
+        optimizer = wrapped(net, compression=compression, shard_state=True, shard_gradients=True)
+        train(net, optimizer, group)
+        assert_alike(net, group)
+        assert_as_alone(net, group, **close)
+
+
 def check_accumulation(group: Group) -> None:
     net = network()
     optimizer = wrapped(net, backward_passes_per_step=2)

@@ -176,18 +176,17 @@ def check_weights(group: Group) -> None:
             mine = weights[: group.size]
             if not sum(mine):
                 continue
-            x = on_gpu(np.full(300, group.rank + 1), np.float32)
-            if mine[group.rank] == 0:
-                x = on_gpu(np.full(300, np.nan), np.float32)
-            group.exchange(
-                [x],
-                names=["x"],
-                label="weighted",
-                compression=compression,
-                weight=mine[group.rank],
-            )
-            expected = sum(w * (r + 1) for r, w in enumerate(mine)) / sum(mine)
-            assert np.allclose(x.numpy(), expected, rtol=2e-3 if compression.wire != "none" else 0)
+            value = group.rank + 1 if mine[group.rank] else np.nan
+            x, later = (on_gpu(np.full(300, value), np.float32) for _ in range(2))
+            how: dict[str, Any] = {"names": ["x"], "label": "weighted", "compression": compression}
+            how["weight"] = mine[group.rank]
+            how["prescale_factor"] = 8.0  # some rank's factor is 1
+            group.exchange([x], **how)
+            group.synchronize(group.exchange_async([later], **how))
+            expected = 8 * sum(w * (r + 1) for r, w in enumerate(mine)) / sum(mine)
+            for got in (x, later):
+                bound = 2e-3 if compression.wire != "none" else 1e-6
+                assert np.allclose(got.numpy(), expected, rtol=bound)
     for value, weight in ((3000, 33.0), (65504, 1.0), (6e-8, 0.25)):
         x = on_gpu(np.full(300, value, np.float16), np.float16)
         group.exchange([x], names=["x"], label="halves", weight=weight * (group.rank + 1))
@@ -230,6 +229,59 @@ def check_moving_data(group: Group) -> None:
     assert received.tolist() == [splits[s][rank] for s in range(size)]
     even = ops.alltoall(on_gpu(np.arange(size) + 10 * rank), group=group)
     assert np.array_equal(even.numpy(), [10 * r + rank for r in range(size)])
+
+
+def check_divided_results(group: Group) -> None:
+    """Each rank receives what it needs of the results, with the bits of an all-reduce."""
+    rank, size = group.rank, group.size
+    shapes = [(5,), (0,), (3, 1000), (60_000,), (7, 11)]
+    owners = [0, 0, -1, -1, size - 1]  # -1: every rank has a part, in which the last one's is empty
+
+    def needed(r: int, i: int) -> tuple[int, int]:
+        n = int(np.prod(shapes[i]))
+        if owners[i] >= 0:
+            return (0, n) if owners[i] == r else (0, 0)
+        cuts = [n * k // max(size - 1, 1) for k in range(size)] + [n]
+        return cuts[r], cuts[r + 1] if size > 1 else n
+
+    division = [[needed(r, i) for i in range(len(shapes))] for r in range(size)]
+    narrow = [hvd.Compression.fp16, hvd.Compression.bf16]
+    cases = [(name, op, hvd.Compression.none) for name in DTYPES for op in (Sum, Max, Average)]
+    cases += [("float32", op, wire) for wire in narrow for op in (Sum, Average)]
+    for turn, (name, op, compression) in enumerate(cases):
+        if (name, op) == ("bool", Average):
+            continue
+        dtype = dtype_of(name)
+        each = [everyone(group, shape, dtype) for shape in shapes]
+        whole, blocking, later = ([on_gpu(x[rank]) for x in each] for _ in range(3))
+        names = [f"x{i}" for i in range(len(shapes))]
+        how: dict[str, Any] = {"names": names, "op": op, "compression": compression}
+        how["weight"] = 2.0 + rank if op is Average and turn % 2 else None
+        group.exchange(whole, label="whole", **how)
+        group.exchange(blocking, label="divided", division=division, **how)
+        handle = group.exchange_async(later, label="later", division=division, **how)
+        group.synchronize(handle)
+        for i, (x, *divided) in enumerate(zip(whole, blocking, later, strict=True)):
+            begin, end = division[rank][i]
+            expected = x.numpy().reshape(-1)[begin:end]
+            for got in divided:
+                mine = got.numpy().reshape(-1)[begin:end]
+                assert mine.tobytes() == expected.tobytes(), (name, op, compression, i)
+    if group.stream(DEVICE).transport().name == "staged":  # type: ignore[union-attr]
+        sent = []
+        for parts in ((), division):
+            before = hvd.stats().bytes_sent
+            group.exchange(whole, names=names, label=f"{len(parts)} parts", division=parts)
+            sent.append(sum(ops.allgather_object(hvd.stats().bytes_sent - before, group=group)))
+        assert sent[1] < 0.7 * sent[0] or sent[0] == 0, sent  # 0: within a host
+    # In memory in another order, elements are numbered as in C order.
+    values = everyone(group, (4, 6), np.dtype(np.float32))
+    parts = [[(24 * r // size, 24 * (r + 1) // size)] for r in range(size)]
+    fortran = fake_device.FakeGpuArray(np.empty((6, 4), np.float32).T, DEVICE).fill(values[rank])
+    group.exchange([fortran], names=["x"], label="turned", op=Sum, division=parts)
+    cut = slice(*parts[rank][0])
+    total = allreduce_reference(values, "sum").reshape(-1)
+    assert np.array_equal(fortran.numpy().reshape(-1)[cut], total[cut])
 
 
 def check_async_in_any_order(group: Group) -> None:
@@ -463,7 +515,11 @@ def check_streaming(group: Group) -> None:
     """Buckets are sent as they fill, in plan order, whatever order gradients become ready in."""
     slots = [(f"p{i}", Slot()) for i in range(6)]
     reducer = Reducer(group, Adapter(), slots, bucket_bytes=4000)
-    for step in range(4):
+    shares = [(900 * r // group.size, 900 * (r + 1) // group.size) for r in range(group.size)]
+    for step in range(6):
+        if step == 4:  # from now on, a rank receives its share only
+            reducer.division = [shares] * 6
+        share = slice(*shares[group.rank] if step >= 4 else (0, 900))
         for i, (_, slot) in enumerate(slots):
             slot.grad = on_gpu(np.full(900, group.rank + i + step), np.float32)
         order = [5, 4, 3, 2, 1, 0] if group.rank % 2 else [4, 5, 2, 3, 0, 1]
@@ -472,7 +528,7 @@ def check_streaming(group: Group) -> None:
         reducer.finish()
         for i, (_, slot) in enumerate(slots):
             expected = np.mean([r + i + step for r in range(group.size)])
-            assert np.allclose(slot.grad.numpy(), expected)
+            assert np.allclose(slot.grad.numpy()[share], expected)
 
 
 def check_average_gradients(group: Group) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import fake_device
+import ml_dtypes
 import numpy as np
 import pytest
 from fake_nccl import SINCE_2_27, Call, compiled, read_log
@@ -28,7 +29,7 @@ import horo_lite as hvd
 from horo_lite import _native, ops
 from horo_lite.collectives.calls import AllGatherInPlace, Part
 from horo_lite.collectives.group import Group
-from horo_lite.collectives.reductions import Average, Max, Min, Sum
+from horo_lite.collectives.reductions import Average, Max, Min, Product, Sum
 from horo_lite.errors import DeviceError
 from horo_lite.training.reducer import Reducer
 from horo_lite.transports import watchdog
@@ -88,7 +89,7 @@ def since(n_calls: int, *names: str) -> list[Call]:
 
 
 def n_operations() -> int:
-    calls = since(0, "AllReduce", "Broadcast", "Send", "Recv")
+    calls = since(0, "AllReduce", "ReduceScatter", "Broadcast", "Send", "Recv")
     return sum(call.rank >= 0 for call in calls)  # not those of a communicator that is gone
 
 
@@ -147,6 +148,8 @@ def life() -> None:
         (1504, "float16", "sum", True),
     ]
 
+    divided_results(group, bucket)
+
     n_calls = len(log())
     ops.grouped_broadcast_([on_gpu(np.ones(n)) for n in (3, 0, 5)], 1, group=group)
     names = [call.name.removeprefix("nccl") for call in log()[n_calls:]]
@@ -172,6 +175,98 @@ def life() -> None:
         assert ended.count("MemFree") == ended.count("MemAlloc")
         assert "CommAbort" not in ended
         assert ended.index("CommFinalize") < ended.index("CommDestroy")
+
+
+def divided_results(group: Group, bucket: int) -> None:
+    """Each rank receives its part only, with the bits of an all-reduce; buckets have 4096 bytes."""
+    rank, size = group.rank, group.size
+
+    def exchanged(
+        given: list[np.ndarray], division: Any, **options: Any
+    ) -> tuple[list[fake_device.FakeGpuArray], list[Call]]:
+        """Return the arrays, and the calls of NCCL after the weights and scales."""
+        names = [f"x{i}" for i in range(len(given))]
+        whole, xs = ([on_gpu(x, x.dtype) for x in given] for _ in range(2))
+        group.exchange(whole, names=names, label="whole", **options)
+        n_calls = len(log())
+        group.exchange(xs, names=names, label="divided", division=division, **options)
+        calls = since(n_calls, "AllReduce", "ReduceScatter")
+        for x, y, own, (begin, end) in zip(xs, whole, given, division[rank], strict=True):
+            got, expected = x.numpy()[begin:end], y.numpy()[begin:end]
+            assert got.tobytes() == expected.tobytes(), (options, got, expected)
+            assert len(got) < 9 or got.tobytes() != own[begin:end].tobytes()
+        while calls and calls[0].name == "ncclAllReduce" and calls[0].dtype in ("float64", "int32"):
+            del calls[0]
+        return xs, calls
+
+    def values(n: int, dtype: Any = np.float32) -> np.ndarray:
+        random = np.random.default_rng([rank, n])
+        dtype = np.dtype(dtype)
+        if dtype.kind in "iub":
+            return random.integers(0, 2 if dtype.kind == "b" else 30, n).astype(dtype)
+        return (random.standard_normal(n) * 2.0 ** random.integers(-9, 9, n)).astype(dtype)
+
+    def evenly(*sizes: int) -> list[list[tuple[int, int]]]:
+        return [[(n * r // size, n * (r + 1) // size) for n in sizes] for r in range(size)]
+
+    # Equal parts of one tensor are reduced where they are, others in a bucket, with padding.
+    for averages in ({}, {"postscale_factor": 3.0}):
+        (x,), (call,) = exchanged([values(50 * size)], evenly(50 * size), **averages)
+        place = x._memory.ctypes.data + 4 * 50 * rank
+        assert call[1:5] == ("ncclReduceScatter", 50, "float32", "sum")
+        assert call.address == place
+    n = 40 * size + 1
+    _, (call,) = exchanged([values(n), values(5), values(0)], evenly(n, 5, 0))
+    assert call[1:5] == ("ncclReduceScatter", 48 + 16, "float32", "sum")
+    assert call.address == bucket + 4 * (48 + 16) * rank
+    # The first rank has much of one tensor, the others have more of another.
+    sizes = [1000, 100 + 300 * (size - 1)]
+    division = [[(0, 1000), (0, 100)]] + [
+        [(1000, 1000), (100 + 300 * r, 400 + 300 * r)] for r in range(size - 1)
+    ]
+    for options in (
+        {},
+        {"prescale_factor": 0.3, "postscale_factor": 1.7},
+        {"weight": rank + 0.5},
+        {"compression": hvd.Compression.bf16},
+        {"compression": hvd.Compression.fp16},
+        {"compression": hvd.Compression.fp16, "weight": float(rank)},
+        {"op": Product},
+    ):
+        _, calls = exchanged([values(n) for n in sizes], division, **options)
+        assert {call.name for call in calls} == {"ncclReduceScatter", "ncclAllReduce"}
+        assert {call.dtype for call in calls} < {"float32", "float16", "bfloat16"}
+    # More than a bucket: the rank's own part, in sections.
+    n = 3000
+    _, calls = exchanged([values(n * size)], evenly(n * size))
+    assert {call.name for call in calls} == {"ncclReduceScatter"}
+    assert sum(call.count for call in calls) == 3008
+    assert max(call.count for call in calls) == 4096 // size // 64 * 16
+    # Tensors follow each other in memory on one rank only.
+    block = on_gpu(np.full(50 * size, rank + 1))
+    xs = [block[50 * i : 50 * i + 50] if rank == 0 else on_gpu(values(50)) for i in range(size)]
+    for x in xs:
+        x.fill(np.full(50, rank + 1))
+    division = [[(0, 50 * (i == r)) for i in range(size)] for r in range(size)]
+    group.exchange(xs, names=list("abcd")[:size], label="one each", op=Sum, division=division)
+    assert np.all(xs[rank].numpy() == sum(range(1, size + 1)))
+    # What is one rank's alone is sent to all, since a reduce-scatter would send more.
+    _, calls = exchanged([values(200)], [[(0, 200 * (r == 1))] for r in range(size)])
+    assert [call[1:3] for call in calls] == [("ncclAllReduce", 200)]
+    # Kinds of tensors in one exchange.
+    dtypes = ["f4", "i4", "f8", "f2", "u1", "?", "f4", "i8", ml_dtypes.bfloat16]
+    sizes = [997 + i for i in range(len(dtypes))]
+    for op in (Sum, Max):
+        chosen = [d for d in dtypes if op is Sum or np.dtype(d).kind in "iu"]
+        given = [values(n, d) for n, d in zip(sizes, chosen, strict=False)]
+        _, calls = exchanged(given, evenly(*sizes[: len(given)]), op=op)
+        assert {call.name for call in calls} == {"ncclReduceScatter"}
+        assert len({call.dtype for call in calls}) == len(set(chosen)) - (op is Sum)  # u1 and ?
+    n_calls = len(log())
+    rows = ops.reducescatter(on_gpu(np.full((2 * size, 30), RANK + 1)), Sum, group=group)
+    assert np.array_equal(rows.numpy(), np.full((2, 30), sum(range(1, size + 1))))
+    (call,) = since(n_calls, "AllReduce", "ReduceScatter")
+    assert call[1:3] == ("ncclReduceScatter", 60)
 
 
 def splits() -> None:
@@ -203,13 +298,13 @@ def splits() -> None:
         x.fill(np.full(5000, world.rank + k))  # late
         queue.follow(fake_device.stream().handle)
         expected = np.full(n, np.arange(n) + k, dtype=float)
-        whole.allreduce(tensors, "sum", "none", 1.0, 1.0, 1.0)
+        whole.reduce([tensors], "sum", "none", 1.0, 1.0, 1.0)
         expected[:] = expected.sum()
         if part is not None:
-            part.allreduce(tensors, "sum", "none", 1.0, 1.0, 1.0)
+            part.reduce([tensors], "sum", "none", 1.0, 1.0, 1.0)
         expected[[0, 3]] = expected[[0, 3]].sum()
-        second.allreduce(tensors, "sum", "fp16", 1.0, 1.0, 1.0)
-        whole.allreduce(tensors, "average", "none", 1.0, 1.0, float(n))
+        second.reduce([tensors], "sum", "fp16", 1.0, 1.0, 1.0)
+        whole.reduce([tensors], "average", "none", 1.0, 1.0, float(n))
         queue.lead(fake_device.stream().handle)
         got = x.numpy()
         assert np.allclose(got, expected.sum(), rtol=1e-3), (k, got, expected.sum())
@@ -300,6 +395,18 @@ def operations_fail() -> None:
     failed = group._streams[0].transport()
     soon(3)
     settles(step, DeviceError, *words)
+    usable(group)
+
+    n_each = np.array_split(np.arange(50), group.size)
+    division = [[(int(part[0]), int(part[-1]) + 1)] for part in n_each]
+    soon(3)
+    settles(
+        lambda: group.exchange(
+            [on_gpu(np.ones(50))], names=["x"], label="divided", division=division
+        ),
+        DeviceError,
+        *words,
+    )
     usable(group)
 
     # What failed is deleted at any time, also while the GPU waits for another rank.
@@ -493,6 +600,15 @@ def mismatches() -> None:
         "broadcast_object": lambda: ops.broadcast_object(3, group=group),
         "allreduce": lambda: ops.allreduce(on_gpu(np.ones(4), np.int32), Average, group=group),
     }
+
+    def divided(at: int) -> None:
+        parts = [[(0, at)], [(at, 8)], [(8, 8)]]
+        x = on_gpu(np.ones(8))
+        group.exchange([x], names=["x"], label="averages", division=parts[: group.size])
+
+    text = settles(partial(divided, 4 if odd else 5), hvd.MismatchError, "averages", "divided: ")
+    assert f"rank {group.size - 1}" in text, text
+    usable(group)
     for what, other in others.items():
         for odd_sums in (True, False) if what == "barrier" else (True,):
             call = gpu_sum if odd == odd_sums else other
@@ -893,6 +1009,23 @@ def graphs() -> None:
             x.fill(np.full(x.shape, RANK + k))
 
     step()
+    y = on_gpu(np.zeros(100))
+    halves = [[(0, 60)], [(60, 100)]]
+
+    def divided() -> None:
+        group.exchange([y], names=["y"], label="divided", division=halves)
+
+    divided()
+    with fake_device.capture() as replay:
+        divided()
+    n_calls = len(log())
+    for k in range(3):
+        y.fill(np.full(100, RANK + k))
+        replay(fake_device.stream())
+        begin, end = halves[RANK][0]
+        assert np.all(y.numpy()[begin:end] == (size - 1) / 2 + k), k
+    assert not since(n_calls, "AllReduce", "ReduceScatter")
+
     n_calls = len(log())
     fill(5)
     with fake_device.capture() as replay:

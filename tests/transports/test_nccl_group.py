@@ -27,6 +27,7 @@ def program(job: str) -> str:
     ("job", "ranks"),
     [
         ("life", 2),
+        ("life", 3),
         ("life", 4),
         ("splits", 4),
         ("registration", 2),

@@ -89,6 +89,7 @@ NcclLibrary library() {
   nccl.GetErrorString = [](NcclResult) { return "an error of the fake's"; };
   nccl.GetLastError = [](NcclComm) { return ""; };
   nccl.AllReduce = reduce;
+  nccl.ReduceScatter = reduce;
   nccl.Broadcast = [](const void*, void*, size_t, NcclType, int, NcclComm, NcclStream) { return on_my_gpu(); };
   nccl.Send = [](const void*, size_t, NcclType, int, NcclComm, NcclStream) { return on_my_gpu(); };
   nccl.Recv = [](void*, size_t, NcclType, int, NcclComm, NcclStream) { return on_my_gpu(); };
@@ -171,7 +172,8 @@ void every_call(const Threads& thread) {
     thread("connect", [&] { group.reset(new NcclGroup(queue, nccl, NcclUniqueId{}, 0, 2, 4096, 5.0)); });
     thread("register", [&] { group->register_bucket(windows); });
     thread("split", [&] { part = group->split(0, 0, 2); });
-    thread("allreduce", [&] { group->allreduce({tensor}, Op::kSum, Wire::kFloat16, 1.0, {}, 2.0); });
+    thread("allreduce", [&] { group->reduce({{tensor}}, Op::kSum, Wire::kFloat16, 1.0, {}, 2.0); });
+    thread("reduce-scatter", [&] { group->reduce({{tensor}, {tensor}}, Op::kSum, Wire::kFloat16, 1.0, {}, 2.0); });
     thread("broadcast", [&] { group->broadcast({{buffer}, {}}); });
     thread("allgather", [&] { group->broadcast({{buffer}, {buffer}}); });
     thread("alltoall", [&] { group->alltoall({buffer, buffer}, {buffer, buffer}); });
@@ -201,7 +203,7 @@ void abort_reaches_a_call_that_does_not_return() {
   std::string error;
   std::thread trainer([&] {
     try {
-      group.allreduce({TensorRef{memory, 16, DType::kFloat32}}, Op::kSum, Wire::kNone, 1.0, {}, std::nullopt);
+      group.reduce({{TensorRef{memory, 16, DType::kFloat32}}}, Op::kSum, Wire::kNone, 1.0, {}, std::nullopt);
     } catch (const DeviceError& failed) {
       error = failed.what();
     }

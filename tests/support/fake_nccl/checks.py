@@ -95,7 +95,7 @@ def finish(event: threading.Event) -> None:
 
 
 lib = c.CDLL(os.environ["HORO_LITE_NCCL_LIB"])
-for name in ("Broadcast", "AllReduce"):
+for name in ("Broadcast", "AllReduce", "ReduceScatter"):
     types = [c.c_void_p, c.c_void_p, c.c_size_t, c.c_int, c.c_int, c.c_void_p, c.c_void_p]
     getattr(lib, f"nccl{name}").argtypes = types
 for name in ("Send", "Recv"):
@@ -129,6 +129,10 @@ class Comm:
         to = (x if out is None else out).ctypes.data
         arguments = (x.size, TYPES[x.dtype], list(OPS).index(op), self.handle, stream.address)
         return lib.ncclAllReduce(x.ctypes.data, to, *arguments)
+
+    def reduce_scatter(self, x: Array, out: Array, stream: Stream, op: str = "sum") -> int:
+        arguments = (out.size, TYPES[x.dtype], list(OPS).index(op), self.handle, stream.address)
+        return lib.ncclReduceScatter(x.ctypes.data, out.ctypes.data, *arguments)
 
     def broadcast(self, x: Array, root: int, stream: Stream) -> int:
         at = x.ctypes.data
@@ -203,7 +207,7 @@ def reductions(me: Rank) -> None:
     comm, stream = me.comm(), Stream()
     for dtype in TYPES:
         for op, combine in OPS.items():
-            for n in (0, 1, 1000, 3 * (1 << 20) // dtype.itemsize + 5 if op == "sum" else 7):
+            for n in (0, 1, 1000, 3 * (1 << 20) // dtype.itemsize + 8 if op == "sum" else 7):
                 parts = me.data(n, dtype, seed=n)
                 expected = parts[0]
                 for part in parts[1:]:
@@ -218,6 +222,8 @@ def reductions(me: Rank) -> None:
                 finish(stream.record())
                 assert out.tobytes() == expected.tobytes(), (dtype, op, n)
                 assert n != 1000 or mine.tobytes() == parts[me.rank].tobytes()
+                if n % me.size == 0:
+                    scattered(me, comm, stream, op, parts, expected)
     # In another order, the same on all ranks.
     os.environ["HORO_LITE_FAKE_NCCL_SEED"] = "1"
     parts = me.data(10_000, np.dtype("f4"))
@@ -232,6 +238,25 @@ def reductions(me: Rank) -> None:
     assert least.tobytes() == most.tobytes()
     del os.environ["HORO_LITE_FAKE_NCCL_SEED"]
     assert comm.destroy() == SUCCESS
+
+
+def scattered(
+    me: Rank, comm: Comm, stream: Stream, op: str, parts: list[Array], expected: Array
+) -> None:
+    """Each rank receives the part of its number, in place or elsewhere; nothing else changes."""
+    n = len(expected) // me.size
+    own = slice(n * me.rank, n * (me.rank + 1))
+    for is_in_place in (False, True):
+        mine = parts[me.rank].copy()
+        out = mine[own] if is_in_place else np.zeros_like(mine[own])
+        assert comm.reduce_scatter(mine, out, stream, op) == SUCCESS
+        finish(stream.record())
+        assert out.tobytes() == expected[own].tobytes(), (mine.dtype, op, n)
+        others = np.delete(np.arange(len(mine)), own if is_in_place else [])
+        assert mine[others].tobytes() == parts[me.rank][others].tobytes()
+    if n > 1:
+        wrong = mine[n * me.rank + 1 :][:n] if me.rank == 0 else mine[n * me.rank - 1 :][:n]
+        assert comm.reduce_scatter(mine, wrong, stream, op) == INVALID_ARGUMENT
 
 
 def broadcasts(me: Rank) -> None:

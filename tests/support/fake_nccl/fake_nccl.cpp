@@ -10,8 +10,8 @@
 // - ncclCommSplit puts the *parent* in progress; the new communicator exists when the parent is ready again. It
 //   returns ncclSuccess nevertheless, and so does ncclCommWindowRegister.
 // - Ranks whose calls do not match hang, until they are aborted.
-// - The first all-reduce of each kind (small, large) connects the ranks (from 2.22 on): it waits for them before it is
-//   queued.
+// - The first reduction of each kind (all-reduce or reduce-scatter, small or large) connects the ranks (from 2.22 on):
+//   it waits for them before it is queued.
 // - The minimum and maximum of floats lose NaN, as fmin and fmax do.
 // - ncclCommAbort returns before work that is queued on streams has ended, which it then does immediately.
 //
@@ -24,8 +24,7 @@
 //   HORO_LITE_FAKE_NCCL_INIT_REFUSED=r[:k]  ... ncclInvalidUsage
 //   HORO_LITE_FAKE_NCCL_FAILS_AT=r:n      the n-th operation (from 1) of rank r gives the asynchronous error
 //                                         ncclRemoteError and never completes
-//   HORO_LITE_FAKE_NCCL_SEED=1            an all-reduce does not add in rank order, but in one that depends on the
-//   seed,
+//   HORO_LITE_FAKE_NCCL_SEED=1            a reduction does not add in rank order, but in one that depends on the seed,
 //                                         the number of elements and the element, and is the same on all ranks
 //   HORO_LITE_FAKE_NCCL_REGISTER_FAILS=1  registering gives ncclSystemError; =null: success and a null handle, as if
 //                                         the hardware does not support it
@@ -182,7 +181,7 @@ struct Comm {
   std::atomic<bool> aborted{false};
   std::shared_ptr<Comm> parent;  // during the split: aborting the parent ends this, too
   std::atomic<bool> finalized{false};
-  std::atomic<bool> connected[2] = {false, false};  // for small all-reduces and for large ones
+  std::atomic<bool> connected[2][2] = {};  // for all-reduces and reduce-scatters, small and large
   std::atomic<int> n_threads{0};
   // Streams run concurrently; a communicator's operations run one after the other, in the order of the calls.
   std::atomic<uint64_t> n_queued{0};
@@ -331,7 +330,7 @@ int blocking_of(const NcclConfig* config, int inherited) {
 
 // --- Operations on streams ----------------------------------------------------------------------------------------
 
-enum class Kind { kAllReduce, kBroadcast, kSend, kRecv };
+enum class Kind { kAllReduce, kReduceScatter, kBroadcast, kSend, kRecv };
 
 struct Op {
   Kind kind;
@@ -341,6 +340,10 @@ struct Op {
   NcclType type;
   int argument;  // the NcclOp, the root or the peer
   bool fails;
+
+  bool is_reduction() const { return kind == Kind::kAllReduce || kind == Kind::kReduceScatter; }
+  // Into how many parts, of `n` elements each, the memory that it reads is divided.
+  size_t n_parts(int size) const { return kind == Kind::kReduceScatter ? static_cast<size_t>(size) : 1; }
 };
 
 const char* const kTypeNames[] = {"int8",   "uint8",   "int32",   "uint32",  "int64",
@@ -440,19 +443,24 @@ bool run_collective(Comm& comm, const Op& op) {
   if (!meet(comm, kOnStream, what)) return false;
   const size_t item = item_bytes_of(op.type);
   const size_t n_piece = kSlotBytes / item;
-  for (size_t first = 0; first == 0 || first < op.n; first += n_piece) {
-    const size_t n = std::min(n_piece, op.n - first);
-    const size_t offset = first * item;
-    if (n > 0 && (op.kind == Kind::kAllReduce || op.argument == comm.rank)) {
-      std::memcpy(comm.shared->slots[comm.rank], static_cast<const uint8_t*>(op.from) + offset, n * item);
+  const size_t n_parts = op.n_parts(comm.size);
+  for (size_t part = 0; part < n_parts; ++part) {
+    const bool receives = n_parts == 1 || part == static_cast<size_t>(comm.rank);
+    for (size_t first = 0; first == 0 || first < op.n; first += n_piece) {
+      const size_t n = std::min(n_piece, op.n - first);
+      const size_t offset = first * item;
+      if (n > 0 && (op.is_reduction() || op.argument == comm.rank)) {
+        const size_t begin = part * op.n * item + offset;
+        std::memcpy(comm.shared->slots[comm.rank], static_cast<const uint8_t*>(op.from) + begin, n * item);
+      }
+      if (!barrier(comm, kOnStream)) return false;
+      if (n > 0 && op.is_reduction() && receives) {
+        reduce(comm, static_cast<uint8_t*>(op.to) + offset, n, op.type, op.argument);
+      } else if (n > 0 && !op.is_reduction()) {
+        std::memcpy(static_cast<uint8_t*>(op.to) + offset, comm.shared->slots[op.argument], n * item);
+      }
+      if (!barrier(comm, kOnStream)) return false;
     }
-    if (!barrier(comm, kOnStream)) return false;
-    if (n > 0 && op.kind == Kind::kAllReduce) {
-      reduce(comm, static_cast<uint8_t*>(op.to) + offset, n, op.type, op.argument);
-    } else if (n > 0) {
-      std::memcpy(static_cast<uint8_t*>(op.to) + offset, comm.shared->slots[op.argument], n * item);
-    }
-    if (!barrier(comm, kOnStream)) return false;
   }
   return true;
 }
@@ -532,7 +540,7 @@ struct Work {
         c.state = refuse(kNcclRemoteError, "HORO_LITE_FAKE_NCCL_FAILS_AT");
         return hang(c);
       }
-      if ((op.kind == Kind::kAllReduce || op.kind == Kind::kBroadcast) && !run_collective(c, op)) return false;
+      if ((op.is_reduction() || op.kind == Kind::kBroadcast) && !run_collective(c, op)) return false;
     }
     return run_transfers(c, ops);
   }
@@ -548,10 +556,11 @@ void touch(const Work& work) {
   for (const Op& op : work.ops) {
     const size_t n_bytes = op.n * item_bytes_of(op.type);
     const bool is_broadcast = op.kind == Kind::kBroadcast, is_root = is_broadcast && op.argument == work.comm->rank;
-    if (op.kind == Kind::kAllReduce || op.kind == Kind::kSend || is_root) {
-      work.stream->touch(work.stream, op.from, n_bytes, false, "an operation of NCCL");
+    if (op.is_reduction() || op.kind == Kind::kSend || is_root) {
+      const size_t n_read = op.n_parts(work.comm->size) * n_bytes;
+      work.stream->touch(work.stream, op.from, n_read, false, "an operation of NCCL");
     }
-    if (op.kind == Kind::kAllReduce || op.kind == Kind::kRecv || (is_broadcast && !is_root)) {
+    if (op.is_reduction() || op.kind == Kind::kRecv || (is_broadcast && !is_root)) {
       work.stream->touch(work.stream, op.to, n_bytes, true, "an operation of NCCL");
     }
   }
@@ -605,7 +614,8 @@ NcclResult launch_group() {
     usleep(200);
     for (const std::unique_ptr<Work>& work : *shared_works) {
       const Op& op = work->ops[0];
-      if (op.kind != Kind::kAllReduce || work->comm->connected[op.n > kFewElements].exchange(true)) continue;
+      if (!op.is_reduction()) continue;
+      if (work->comm->connected[op.kind == Kind::kReduceScatter][op.n > kFewElements].exchange(true)) continue;
       barrier(*work->comm, kOnHost);
     }
     enqueue(*shared_works);
@@ -625,14 +635,21 @@ NcclResult check(const CommPtr& comm, const Op& op, const void* stream) {
   if (state != kNcclSuccess) return state;
   if (comm->finalized) return refuse(kNcclInvalidUsage, "the communicator was finalized");
   if (op.type < 0 || op.type > kNcclBfloat16) return refuse(kNcclInvalidArgument, "unknown type");
-  const bool is_reduction = op.kind == Kind::kAllReduce;
-  if (op.argument < 0 || op.argument >= (is_reduction ? 4 : comm->size)) {
-    return refuse(kNcclInvalidArgument, is_reduction ? "an op the stand-in has not" : "no such rank");
+  if (op.argument < 0 || op.argument >= (op.is_reduction() ? 4 : comm->size)) {
+    return refuse(kNcclInvalidArgument, op.is_reduction() ? "an op the stand-in has not" : "no such rank");
   }
   const bool reads =
-      is_reduction || op.kind == Kind::kSend || (op.kind == Kind::kBroadcast && op.argument == comm->rank);
+      op.is_reduction() || op.kind == Kind::kSend || (op.kind == Kind::kBroadcast && op.argument == comm->rank);
   if (op.n > 0 && ((reads && op.from == nullptr) || (op.kind != Kind::kSend && op.to == nullptr))) {
     return refuse(kNcclInvalidArgument, "a null buffer");
+  }
+  if (op.kind == Kind::kReduceScatter) {  // NCCL does not check, and its results would be wrong
+    const size_t n_bytes = op.n * item_bytes_of(op.type);
+    const auto from = reinterpret_cast<uintptr_t>(op.from), to = reinterpret_cast<uintptr_t>(op.to);
+    const bool is_apart = to + n_bytes <= from || from + op.n_parts(comm->size) * n_bytes <= to;
+    if (!is_apart && to != from + static_cast<size_t>(comm->rank) * n_bytes) {
+      return refuse(kNcclInvalidArgument, "the result overlaps what is read, at another place than this rank's");
+    }
   }
   if (reinterpret_cast<uintptr_t>(stream) <= 2) return refuse(kNcclInvalidUsage, "the device has no default stream");
   return kNcclSuccess;
@@ -641,9 +658,8 @@ NcclResult check(const CommPtr& comm, const Op& op, const void* stream) {
 NcclResult add(const char* name, NcclComm handle, Op op, NcclStream stream) {
   const CommPtr comm = find(handle);
   const bool known = op.type >= 0 && op.type <= kNcclBfloat16;
-  const std::string argument = op.kind == Kind::kAllReduce && op.argument >= 0 && op.argument < 4
-                                   ? kOpNames[op.argument]
-                                   : std::to_string(op.argument);
+  const std::string argument =
+      op.is_reduction() && op.argument >= 0 && op.argument < 4 ? kOpNames[op.argument] : std::to_string(op.argument);
   log_call(comm.get(), name, op.n, known ? kTypeNames[op.type] : "?", argument, stream,
            op.kind == Kind::kSend ? op.from : op.to);
   // Also of those that are refused below, since a test counts the calls in the log.
@@ -863,6 +879,11 @@ EXPORTED const char* ncclGetLastError(NcclComm) { return last_error; }
 EXPORTED NcclResult ncclAllReduce(const void* from, void* to, size_t n, NcclType type, NcclOp op, NcclComm comm,
                                   NcclStream stream) {
   return add("ncclAllReduce", comm, {Kind::kAllReduce, from, to, n, type, op, false}, stream);
+}
+
+EXPORTED NcclResult ncclReduceScatter(const void* from, void* to, size_t n, NcclType type, NcclOp op, NcclComm comm,
+                                      NcclStream stream) {
+  return add("ncclReduceScatter", comm, {Kind::kReduceScatter, from, to, n, type, op, false}, stream);
 }
 
 EXPORTED NcclResult ncclBroadcast(const void* from, void* to, size_t n, NcclType type, int root, NcclComm comm,
