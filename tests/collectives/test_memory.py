@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -281,11 +282,11 @@ def test_large_arrays_are_not_copied_before_they_are_reduced() -> None:
         x = np.full(MIB, group.rank, np.float32)
         allreduce = group.transport.allreduce
 
-        def spy(tensors: _native.Tensors, reduction: object) -> None:
+        def spy(tensors: _native.Tensors, *how: Any) -> None:
             # The previous contents of the result's memory are not reduced.
             _native.Tensors([np.full(MIB, 77, np.float32)]).copy_to(tensors)
             read.append(group.rank)
-            allreduce(tensors, reduction)
+            allreduce(tensors, *how)
 
         group.transport.allreduce = spy
         assert np.all(hvd.allreduce(x, op=hvd.Sum, group=group) == 3)

@@ -74,7 +74,9 @@ def read_log(prefix: str | Path) -> dict[int, list[Call]]:
         pid = re.fullmatch(r".*\.(\d+)", path)
         if pid is None:
             continue
-        lines = [line.split(" ") for line in Path(path).read_text().splitlines()]
+        # Other processes may be writing their last line.
+        complete = Path(path).read_text().rpartition("\n")[0]
+        lines = [line.split(" ") for line in complete.splitlines()]
         calls[int(pid[1])] = [
             Call(int(rank), name, int(count), dtype, op, int(stream, 16), int(address, 16))
             for rank, name, count, dtype, op, stream, address in lines
