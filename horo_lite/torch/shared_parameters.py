@@ -33,7 +33,7 @@ _ends: WeakKeyDictionary[Segment, int] = WeakKeyDictionary()
 
 
 class SharedParameters:
-    """Those of an optimizer's parameters that are in memory of all ranks."""
+    """Those of an optimizer's parameters that are in memory of all ranks of a host."""
 
     def __init__(self, group: Group, views: Mapping[int, tuple[Any, Any]]) -> None:
         self._group = group
