@@ -16,9 +16,12 @@ std::string at(size_t index) { return "array " + std::to_string(index) + ": "; }
 
 std::string type_of(nb::handle object) { return nb::cast<std::string>(nb::str(object.type().attr("__name__"))); }
 
+constexpr int kManaged = 13;  // memory that migrates between host and GPU
+bool is_gpu(int device_type) { return device_type == nb::device::cuda::value || device_type == kManaged; }
+
 bool lies_on_gpu(nb::handle array) {
   nb::object place = nb::getattr(array, "__dlpack_device__", nb::none());
-  return !place.is_none() && nb::cast<std::pair<int, int>>(place()).first == nb::device::cuda::value;
+  return !place.is_none() && is_gpu(nb::cast<std::pair<int, int>>(place()).first);
 }
 
 constexpr DType kSigned[] = {DType::kInt8, DType::kInt16, DType::kInt32, DType::kInt64};
@@ -149,9 +152,6 @@ Tensors::~Tensors() {
 
 namespace {
 
-constexpr int kManaged = 13;  // memory that migrates between host and GPU
-bool is_gpu(int device_type) { return device_type == nb::device::cuda::value || device_type == kManaged; }
-
 // Returns the array's capsule, after asking its owner to make `stream` wait.
 nb::object exported_to(nb::handle array, intptr_t stream) {
   try {
@@ -180,22 +180,23 @@ void Tensors::set_device(size_t index, int device) {
 
 bool Tensors::add_buffer(size_t index, nb::handle array, bool writable, const DType* as, const ElementType* type) {
   if (Py_TYPE(array.ptr()) == bufferless_type_ || !PyObject_CheckBuffer(array.ptr())) return false;
-  if (Py_TYPE(array.ptr()) != unmasked_type_) {
+  if (Py_TYPE(array.ptr()) != plain_type_) {
     if (nb::hasattr(array.type(), "filled")) {  // of numpy.ma
       throw nb::type_error((at(index) + "it is a masked array, whose memory has numbers also where it is masked: pass "
                                         "x.filled(0), and, if the ranks' masks differ, the mask as another array")
                                .c_str());
     }
-    unmasked_type_ = Py_TYPE(array.ptr());
-  }
-  Py_buffer view;
-  if (PyObject_GetBuffer(array.ptr(), &view, PyBUF_STRIDES | PyBUF_FORMAT) != 0) {
-    PyErr_Clear();
-    // CuPy, from 14 on: buffers are meant for memory that host and GPU share, and refused for other memory.
+    // CuPy, from 14 on: its buffers are of memory that host and GPU share, and ordered by no stream.
     if (lies_on_gpu(array)) {
       bufferless_type_ = Py_TYPE(array.ptr());
       return false;
     }
+    plain_type_ = Py_TYPE(array.ptr());
+  }
+  Py_buffer view;
+  if (PyObject_GetBuffer(array.ptr(), &view, PyBUF_STRIDES | PyBUF_FORMAT) != 0) {
+    PyErr_Clear();
+    if (lies_on_gpu(array)) return false;  // beside others of its type in host memory, as in JAX
     // NumPy cannot export some types (dates, ml_dtypes'), but it can export their bytes.
     nb::object dtype = nb::getattr(array, "dtype", nb::none());
     const std::string name = nb::cast<std::string>(nb::str(nb::getattr(dtype, "name", dtype)));

@@ -44,8 +44,8 @@ class Tensors : public TensorList {
   std::vector<Py_buffer> views_;
   std::vector<nanobind::object> objects_;
   std::vector<nanobind::ndarray<>> dlpacks_;
-  PyTypeObject* bufferless_type_ = nullptr;  // a type with the buffer protocol, but without buffers
-  PyTypeObject* unmasked_type_ = nullptr;    // another one with buffers, but without masks
+  PyTypeObject* bufferless_type_ = nullptr;  // a type with the buffer protocol, of arrays on a GPU
+  PyTypeObject* plain_type_ = nullptr;       // another one, in host memory and without masks
   PyTypeObject* exchange_type_ = nullptr;    // the type whose table is `exchange_`
   int (*exchange_)(void* array, nanobind::dlpack::dltensor* tensor) = nullptr;
 };

@@ -375,9 +375,10 @@ def check_mismatches_are_told_to_all(group: Group) -> None:
 
 def check_foreign_arrays(group: Group) -> None:
     """Arrays of an unknown framework, in place, ordered by DLPack."""
-    x = on_gpu(np.zeros(100), np.float32).fill(np.full(100, group.rank + 1))
-    ops.allreduce_(Foreign(x), Sum, group=group)
-    assert np.all(x.numpy() == sum(range(1, group.size + 1)))
+    for kind in (Foreign, Managed):
+        x = on_gpu(np.zeros(100), np.float32).fill(np.full(100, group.rank + 1))
+        ops.allreduce_(kind(x), Sum, group=group)
+        assert np.all(x.numpy() == sum(range(1, group.size + 1)))
 
 
 class Foreign:
@@ -389,6 +390,21 @@ class Foreign:
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return self._array.__dlpack_device__()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self._array.__dlpack__(**options)
+
+
+class Managed(bytearray):
+    """Exports a buffer, too, as CuPy's arrays in unified memory do, which no stream orders."""
+
+    def __init__(self, array: fake_device.FakeGpuArray) -> None:
+        super().__init__(array.shape[0] * array.dtype.itemsize)
+        self._array = array
+        self.shape, self.dtype = array.shape, array.dtype
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 13, self._array.device
 
     def __dlpack__(self, **options: Any) -> Any:
         return self._array.__dlpack__(**options)
