@@ -23,7 +23,6 @@ __all__ = [
     "Division",
     "Header",
     "HostTransport",
-    "OverHost",
     "QueuedReductions",
     "ReduceScatter",
     "Reduction",
@@ -291,57 +290,3 @@ class HostTransport(Transport):
         if self.stall_detector is not None:
             engine.watched_by(self.stall_detector)
         return engine
-
-
-class OverHost(Transport):
-    """A transport that delegates to the host's what it does not implement itself."""
-
-    def __init__(self, host: Transport) -> None:
-        self._host = host
-        self.members = host.members
-        self.rank = host.rank
-        self.size = host.size
-        self.ranks = host.ranks
-        self.here = host.here
-        self.stall_detector = host.stall_detector
-
-    @property
-    def host(self) -> Transport:
-        return self._host
-
-    @property
-    def label(self) -> str:
-        return self._host.label
-
-    def agree(
-        self, digest: int, count: int = 0, weight: float = 1.0, *, label: str = ""
-    ) -> list[Header]:
-        return self._host.agree(digest, count, weight, label=label)
-
-    def allreduce(
-        self, tensors: _native.Tensors, reduction: Reduction, division: Division = ()
-    ) -> None:
-        self._host.allreduce(tensors, reduction, division)
-
-    def reduce_in_place(
-        self,
-        tensors: _native.Tensors,
-        memory: SharedMemory,
-        reduction: Reduction,
-        division: Division = (),
-    ) -> None:
-        self._host.reduce_in_place(tensors, memory, reduction, division)
-
-    def broadcast(self, tensors: _native.Tensors, root: int) -> None:
-        self._host.broadcast(tensors, root)
-
-    def allgather(self, send: _native.Tensors, receive: Sequence[_native.Tensors]) -> None:
-        self._host.allgather(send, receive)
-
-    def alltoall(
-        self,
-        send: Sequence[_native.Tensors],
-        receive: Sequence[_native.Tensors],
-        n_bytes: Sequence[Sequence[int]],
-    ) -> None:
-        self._host.alltoall(send, receive, n_bytes)
