@@ -22,19 +22,14 @@ from numpy.typing import NDArray
 
 from horo_lite import _native, arguments
 from horo_lite.collectives.arrays import Array, Memory
-from horo_lite.collectives.participation import (
-    ArraySpec,
-    described_by,
-    neutral,
-    specs_of,
-)
+from horo_lite.collectives.participation import ArraySpec, neutral, specs_of
+from horo_lite.errors import printable
 from horo_lite.transports.agreement import (
     StandIn,
     allgather_bytes,
     allocated,
     digest_of,
     needs_all,
-    printable,
 )
 from horo_lite.transports.interface import Header
 
@@ -117,7 +112,7 @@ class Call(ABC, Generic[T]):
 
     def contract(self, part: Part) -> object:
         """Return everything that must be the same on all ranks."""
-        return part.label
+        return self.describe(part)
 
     def describe(self, part: Part) -> str:
         """Return the contract as text, an item per line, for a MismatchError."""
@@ -174,7 +169,7 @@ class Call(ABC, Generic[T]):
         return self.move(part, used, [Header(*header) for header in headers])
 
     def participation(self, part: Part, ranks: Sequence[int], joined: Sequence[int]) -> StandIn:
-        """Describe how ranks that have `joined` take part; see `described_by`.
+        """Describe how ranks that have `joined` take part; see `stand_in`.
 
         Args:
             part: This rank's part.
@@ -201,9 +196,7 @@ class Call(ABC, Generic[T]):
         """
         specs = own.pop("specs", None) or specs_of(part.memory.tensors)
         try:
-            return described_by(
-                _take_part, count, weight, call=self, label=part.label, specs=specs, own=own
-            )
+            return count, weight, pickle.dumps((self, part.label, specs, own))
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             return needs_all(f"{part.label} ({error})")(joined)
 
@@ -215,19 +208,6 @@ class Call(ABC, Generic[T]):
         return Part(group.memory(nothing))
 
 
-def _take_part(
-    group: Group,
-    *,
-    call: Call[Any],
-    label: str,
-    specs: Sequence[ArraySpec],
-    own: dict[str, Any],
-) -> None:
-    part = call.part_that_changes_nothing(group, specs, own)
-    part.label = label
-    group.stand_in(call, part)
-
-
 # --- moving data
 
 
@@ -236,9 +216,6 @@ class AllGather(Call[Array]):
     """Gather the rows of all ranks, in rank order, in a new array."""
 
     kind = "allgather"
-
-    def contract(self, part: Part) -> object:
-        return self.describe(part)
 
     def describe(self, part: Part) -> str:
         return f"{part.label}\n{rows_and_row(part.memory)[1]}"
@@ -396,9 +373,6 @@ class AllToAll(Call[tuple[Array, NDArray[np.int64]]]):
 
     kind = "alltoall"
 
-    def contract(self, part: Part) -> object:
-        return self.describe(part)
-
     def describe(self, part: Part) -> str:
         return f"{part.label}\n{rows_and_row(part.memory)[1]}"
 
@@ -497,9 +471,6 @@ class BroadcastBytes(Call["list[memoryview]"]):
     needs_all: bool = True
 
     kind = "broadcast_object"
-
-    def contract(self, part: Part) -> object:
-        return self.describe(part)
 
     def describe(self, part: Part) -> str:
         return f"{part.label}\nroot_rank {self.root_rank}"

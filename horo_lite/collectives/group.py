@@ -25,15 +25,10 @@ from horo_lite.errors import (
     HoroLiteError,
     MismatchError,
     NotInitializedError,
-)
-from horo_lite.recording import recorder
-from horo_lite.transports.agreement import (
-    digest_of,
-    explain,
-    give_up_unless_alike,
-    needs_all,
     printable,
 )
+from horo_lite.recording import recorder
+from horo_lite.transports.agreement import digest_of, explain, give_up_unless_alike, needs_all
 from horo_lite.transports.interface import Division, Header
 from horo_lite.transports.stream import CommunicationStream
 from horo_lite.transports.watchdog import ELSEWHERE, Watchdog
@@ -411,11 +406,9 @@ class Group:
 
     def _take_part(self, pickled: bytes) -> None:
         """Take part, as a rank that has joined, in an operation of the others."""
-        function, what = pickle.loads(pickled)
-        function(self, **what)
-
-    def stand_in(self, call: Call[Any], part: Part) -> None:
-        """Submit this rank's part in a call of the others that is about to be executed."""
+        call, label, specs, own = pickle.loads(pickled)
+        part = call.part_that_changes_nothing(self, specs, own)
+        part.label = label
         assert self._engine is not None
         call.prepare(part)
         call.submit(part, self._engine, self.transport, record=None)

@@ -1,37 +1,23 @@
 """How ranks that have joined take part in the others' operations: with neutral arrays.
 
-A rank that calls an operation sends those that wait in join() a function that submits their part,
-and its arguments. So they make the same call, with arrays that do not change the result; it is then
-compared and executed as any other.
+A rank that calls an operation sends it to those that wait in join(): see `Call.stand_in`. So they
+make the same call, with arrays that do not change the result; it is then compared and executed as
+any other.
 """
 
 from __future__ import annotations
 
-import pickle
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
 if TYPE_CHECKING:
     from horo_lite._native import Tensors
     from horo_lite.collectives.arrays import Array
-    from horo_lite.transports.agreement import StandIn
 
 ArraySpec: TypeAlias = "tuple[str, tuple[int, ...]]"
 """The dtype and the shape of an array."""
-
-
-def described_by(
-    function: Callable[..., None], count: int = 0, weight: float = 1.0, **what: Any
-) -> StandIn:
-    """Encode the call of ranks that have joined: `function(group, **what)`.
-
-    `function` must be a function of a module. Raises PicklingError (or TypeError, AttributeError)
-    if an argument in `what` cannot be sent to other processes.
-    """
-    return count, weight, pickle.dumps((function, what))
 
 
 def specs_of(tensors: Tensors) -> list[ArraySpec]:

@@ -16,8 +16,9 @@ from horo_lite.collectives.calls import Call, Finish, Part
 from horo_lite.collectives.compression import COMPRESSORS, Compression, Compressor
 from horo_lite.collectives.participation import ArraySpec, neutral
 from horo_lite.collectives.shared_memory import memory_of
+from horo_lite.errors import printable
 from horo_lite.recording import recorder
-from horo_lite.transports.agreement import StandIn, digest_of, needs_all, printable
+from horo_lite.transports.agreement import StandIn, digest_of, needs_all
 from horo_lite.transports.interface import Division, Header, Reduction
 
 if TYPE_CHECKING:

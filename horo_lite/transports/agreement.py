@@ -16,6 +16,7 @@ from horo_lite.errors import (
     AllocationError,
     MismatchError,
     in_one_line,
+    printable,
     ranks_in_words,
 )
 
@@ -26,7 +27,7 @@ T = TypeVar("T")
 
 StandIn: TypeAlias = "tuple[int, float, bytes]"
 """How ranks that have joined take part in an operation: the count and the weight in their headers,
-and a pickled function with its arguments, which they call."""
+and what `Call.stand_in` pickled."""
 
 Participation: TypeAlias = "Callable[[Sequence[int]], StandIn]"
 """Given the numbers of the ranks that have joined, return how they take part. Raise MismatchError
@@ -121,11 +122,6 @@ def in_units(n_bytes: int) -> str:
             return f"{size:.{0 if unit == 'bytes' else 1}f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
-
-
-def printable(text: str) -> str:
-    """Return the text with characters that no encoding has as escape sequences."""
-    return text.encode(errors="backslashreplace").decode()
 
 
 def allgather_objects(transport: Transport, mine: object) -> list[Any]:
