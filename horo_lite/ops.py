@@ -160,10 +160,8 @@ def allreduce(
             factors; complex numbers have only Sum and Average; bytes, dates and float8 none), or
             every rank's weight is 0; raised on every rank.
     """
-    (result,) = _reduced(
-        AllReduce(name, op, compression, prescale_factor, postscale_factor), [x], group, weight
-    )
-    return result
+    call = AllReduce(name, op, compression, prescale_factor, postscale_factor)
+    return _reduced(call, [x], group, weight)[0]
 
 
 @_explains_average
@@ -185,9 +183,8 @@ def allreduce_(
         ValueError: The memory is read-only or shares elements: pass a writable copy, or use
             `allreduce`.
     """
-    _reduce_in_place(
-        AllReduce(name, op, compression, prescale_factor, postscale_factor), [x], group, weight
-    )
+    call = AllReduce(name, op, compression, prescale_factor, postscale_factor)
+    _reduce_in_place(call, [x], group, weight)
     return x
 
 
@@ -209,12 +206,8 @@ def grouped_allreduce(
     As `allreduce` of each of `xs`, whose number, shapes and dtypes are the same on every rank.
     `names` are the arrays' names in messages, the same on every rank.
     """
-    return _reduced(
-        AllReduce(name, op, compression, prescale_factor, postscale_factor, names),
-        arguments.several(xs),
-        group,
-        weight,
-    )
+    call = AllReduce(name, op, compression, prescale_factor, postscale_factor, names)
+    return _reduced(call, arguments.several(xs), group, weight)
 
 
 @_explains_average
@@ -241,12 +234,8 @@ def grouped_allreduce_(
             read-only: pass each array once, or use `grouped_allreduce`.
     """
     xs = arguments.several(xs)
-    _reduce_in_place(
-        AllReduce(name, op, compression, prescale_factor, postscale_factor, names),
-        xs,
-        group,
-        weight,
-    )
+    call = AllReduce(name, op, compression, prescale_factor, postscale_factor, names)
+    _reduce_in_place(call, xs, group, weight)
     return xs
 
 
@@ -272,13 +261,8 @@ def allreduce_async(
         TypeError: It is an array of Python objects: convert it, or use allgather_object.
         ValueError: There is no such reduction of this dtype: see `allreduce`.
     """
-    return _begin_reduced(
-        AllReduce(name, op, compression, prescale_factor, postscale_factor),
-        [x],
-        group,
-        lambda results: results[0],
-        weight,
-    )
+    call = AllReduce(name, op, compression, prescale_factor, postscale_factor)
+    return _begin_reduced(call, [x], group, lambda results: results[0], weight)
 
 
 @_explains_average
@@ -298,13 +282,8 @@ def allreduce_async_(
     Do not use `x` until it is synchronized, which returns it. Raises the errors of `allreduce_`
     that concern this rank's `x`.
     """
-    return _begin_in_place(
-        AllReduce(name, op, compression, prescale_factor, postscale_factor),
-        [x],
-        group,
-        lambda: x,
-        weight,
-    )
+    call = AllReduce(name, op, compression, prescale_factor, postscale_factor)
+    return _begin_in_place(call, [x], group, lambda: x, weight)
 
 
 @_explains_average
@@ -324,13 +303,8 @@ def grouped_allreduce_async(
 
     The arrays are copied.
     """
-    return _begin_reduced(
-        AllReduce(name, op, compression, prescale_factor, postscale_factor, names),
-        arguments.several(xs),
-        group,
-        list,
-        weight,
-    )
+    call = AllReduce(name, op, compression, prescale_factor, postscale_factor, names)
+    return _begin_reduced(call, arguments.several(xs), group, list, weight)
 
 
 @_explains_average
@@ -353,13 +327,8 @@ def grouped_allreduce_async_(
     concern this rank's arrays.
     """
     xs = arguments.several(xs)
-    return _begin_in_place(
-        AllReduce(name, op, compression, prescale_factor, postscale_factor, names),
-        xs,
-        group,
-        lambda: list(xs),
-        weight,
-    )
+    call = AllReduce(name, op, compression, prescale_factor, postscale_factor, names)
+    return _begin_in_place(call, xs, group, lambda: list(xs), weight)
 
 
 @_explains_average
