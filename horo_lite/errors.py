@@ -140,6 +140,11 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in valid)
 
 
+def say(text: str) -> None:
+    """Write a line to stderr that tells the user what the job does."""
+    print(f"[horo_lite] {text}", file=sys.stderr, flush=True)
+
+
 def warn(text: str) -> None:
     """Issue a RuntimeWarning at the line of the program that called this package."""
     frame, level = sys._getframe(1), 2

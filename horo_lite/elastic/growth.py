@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from horo_lite.elastic.consensus import consensus
+from horo_lite.errors import say
 from horo_lite.start import mpi
 from horo_lite.transports.peers import host_key
 
@@ -107,11 +108,9 @@ class Replacements:
         try:
             peer = MPI.COMM_SELF.Dup().Spawn("env", command, 1).Merge(high=False)
         except MPI.Exception as error:
-            print(
-                f"[horo_lite] no replacement can be started ({error}): continuing without it. "
-                "Does mpiexec have a slot for it? (--oversubscribe)",
-                file=sys.stderr,
-                flush=True,
+            say(
+                f"no replacement can be started ({error}): continuing without it. Does mpiexec "
+                "have a slot for it? (--oversubscribe)"
             )
             return
         self._peer = peer

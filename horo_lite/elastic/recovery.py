@@ -15,7 +15,6 @@ commits that it has seen, in program order, which is the same on all ranks.
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable
 from functools import partial, wraps
@@ -34,6 +33,7 @@ from horo_lite.errors import (
     TooFewRanksError,
     behind,
     ranks_in_words,
+    say,
     warn,
 )
 from horo_lite.start.ending import end_this_rank, others_go_on
@@ -189,7 +189,7 @@ class _Run:
                 end_this_rank(error)
             lost = _shrink(comm)
             if rank() == 0:
-                _print(f"lost {ranks_in_words(lost)} of {n_ranks}. {error or ''}")
+                say(f"lost {ranks_in_words(lost)} of {n_ranks}. {error or ''}")
             n_ranks, event = size(), "loss was noticed"
 
     def _train_in_this_world(self, comm: Any, event: str) -> tuple[int, BaseException | None, Any]:
@@ -234,7 +234,7 @@ class _Run:
             self._resume()
             if rank() == 0:
                 took_s = time.monotonic() - self._changed_at
-                _print(f"{_ranks(size())}, {took_s:.2f} s after the {event}")
+                say(f"{_ranks(size())}, {took_s:.2f} s after the {event}")
         self._prepare_growth()
 
     def _prepare_growth(self) -> None:
@@ -257,9 +257,9 @@ class _Run:
         if grown is not None:
             _settle(grown)
             if rank() == 0:
-                _print(f"rank {size() - 1} joins")
+                say(f"rank {size() - 1} joins")
         elif rank() == 0:
-            _print("the replacement did not join: continuing without it")
+            say("the replacement did not join: continuing without it")
 
     def _resume(self) -> None:
         """Give all ranks the state of the most advanced one."""
@@ -283,7 +283,7 @@ class _Run:
                 if has_lost_shares
                 else "no rank has counted its last step (see horo_lite.elastic.State)"
             )
-            _print(f"going back to the last commit: {why}")
+            say(f"going back to the last commit: {why}")
         if furthest.is_whole and furthest.n_commits:
             state.merge_ranks(root, is_new=self._is_new)
         state.on_reset()
@@ -343,7 +343,3 @@ def _settle(comm: Any) -> Any:
 
 def _ranks(n: int) -> str:
     return "1 rank continues" if n == 1 else f"{n} ranks continue"
-
-
-def _print(text: str) -> None:
-    print(f"[horo_lite] {text}", file=sys.stderr, flush=True)

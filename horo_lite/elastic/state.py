@@ -22,7 +22,7 @@ from horo_lite.adapters import adapter_of, from_numpy, to_host
 from horo_lite.adapters.object import VariablesAdapter, is_array
 from horo_lite.collectives.arrays import gpu_of
 from horo_lite.elastic.sampler import Sampler
-from horo_lite.errors import CheckpointError
+from horo_lite.errors import CheckpointError, say
 from horo_lite.state.broadcast import broadcast_content, is_writable
 from horo_lite.state.optimizer_state import OptimizerState, load_state_dict, sharded_state
 from horo_lite.state.trees import NUMBERS, Tree, in_brackets, mapped, overwritten, repeats
@@ -176,11 +176,7 @@ class State:
             )
         self.load(snapshot)
         at = time.strftime("%H:%M:%S", time.localtime(committed))
-        print(
-            f"[horo_lite] continuing from the commit of {at} ({self._checkpoint})",
-            file=sys.stderr,
-            flush=True,
-        )
+        say(f"continuing from the commit of {at} ({self._checkpoint})")
 
     def check_host_updates(self) -> None:
         """Raise HostsUpdatedInterrupt, which `run` catches, if a rank waits to join.

@@ -24,7 +24,7 @@ from types import FrameType
 from typing import NamedTuple, NoReturn, TextIO
 
 from horo_lite import checkpoint as commits
-from horo_lite.errors import LauncherError
+from horo_lite.errors import LauncherError, say
 from horo_lite.start import ending, launcher
 
 CHECKPOINT = "HORO_LITE_CHECKPOINT"
@@ -521,7 +521,7 @@ def until_done(
                 if commit is not None
                 else "from the beginning, since it has not committed anything"
             )
-            _say(
+            say(
                 f"the job failed ({failure.why}): restart {number + 1} of {restarts} in "
                 f"{pause_s:g} s, {since}"
             )
@@ -530,7 +530,7 @@ def until_done(
     if restarts:
         # Process IDs and other numbers differ each time.
         alike = len({re.sub(r"\d+", "", failure.why) for failure in failures}) == 1
-        _say(
+        say(
             f"the job failed {len(failures)} times in the same way, before its first commit. "
             f"Another restart will not help: {failures[-1].why}"
             if alike and commit is None
@@ -558,8 +558,4 @@ def checkpoint_of(given: str | None, restarts: int) -> Iterator[str | None]:
         if commits.saved_at(path) is None:
             shutil.rmtree(folder, ignore_errors=True)
         else:
-            _say(f"the last commit is kept; to continue from it, set {CHECKPOINT}={path}")
-
-
-def _say(text: str) -> None:
-    print(f"[horo_lite] {text}", file=sys.stderr, flush=True)
+            say(f"the last commit is kept; to continue from it, set {CHECKPOINT}={path}")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
 from importlib.util import find_spec
 from typing import Any
 
 import nnabla_ext.cpu
 from nnabla.ext_utils import get_extension_context as context_of
 
+from horo_lite.errors import say
 from horo_lite.start import launcher
 
 _told: list[str] = []
@@ -25,10 +25,8 @@ def get_extension_context(ext_name: str, **options: Any) -> Any:
     launch = launcher.detect(os.environ)
     if not _told and (launch is None or not launch.rank):
         _told.append(ext_name)
-        print(
-            f"[horo_lite] NNabla's extension {ext_name!r} (nnabla-ext-cuda) is not installed: "
-            "this script computes on the CPU",
-            file=sys.stderr,
-            flush=True,
+        say(
+            f"NNabla's extension {ext_name!r} (nnabla-ext-cuda) is not installed: this script "
+            "computes on the CPU"
         )
     return nnabla_ext.cpu.context(type_config=options.get("type_config", "float"))

@@ -15,7 +15,6 @@ import os
 import re
 import secrets
 import socket
-import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack, suppress
@@ -29,6 +28,7 @@ from horo_lite.errors import (
     in_one_line,
     printable,
     ranks_in_words,
+    say,
     warn,
 )
 from horo_lite.start.entries import (
@@ -556,11 +556,9 @@ class Rendezvous(ObjectCommunicator):
         waited_s = time.monotonic() - wait.began
         if waited_s > NOTICE_S and not wait.is_noted:
             if reports() and (awaited := whom()):
-                print(
-                    f"[horo_lite] {self._me} has waited {waited_s:.0f} s in init() for {awaited}, "
-                    f"and will for {wait.limit_s:.0f} s",
-                    file=sys.stderr,
-                    flush=True,
+                say(
+                    f"{self._me} has waited {waited_s:.0f} s in init() for {awaited}, and will for "
+                    f"{wait.limit_s:.0f} s"
                 )
             wait.is_noted = True
         return waited_s > wait.limit_s

@@ -7,12 +7,12 @@ import faulthandler
 import fcntl
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from horo_lite import _native, context
+from horo_lite.errors import say
 
 if TYPE_CHECKING:
     from horo_lite.context import World
@@ -151,9 +151,7 @@ def print_summary(detector: _native.StallDetector | None, run_s: float) -> None:
     worst = _sorted_stragglers(detector)[0]
     share = worst.waited_s / max(run_s, 1e-9)
     if worst.waited_s > WORTH_REPORTING_S and share > WORTH_REPORTING_SHARE:
-        print(
-            f"[horo_lite] the other ranks waited {worst.waited_s:.0f} s for rank {worst.rank}, "
-            f"{share:.0%} of the run's {run_s:.0f} s; it came last {worst.n_last} times",
-            file=sys.stderr,
-            flush=True,
+        say(
+            f"the other ranks waited {worst.waited_s:.0f} s for rank {worst.rank}, {share:.0%} of "
+            f"the run's {run_s:.0f} s; it came last {worst.n_last} times"
         )

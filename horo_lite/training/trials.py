@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from horo_lite.arguments import QUANTIZED
+from horo_lite.errors import say
 
 if TYPE_CHECKING:
     from horo_lite.collectives.compression import AutoCompressor, Compressor
@@ -68,10 +68,6 @@ class Trials:
                 f"{one.name} {1e3 * s:.3g}"
                 for one, s in zip(self._candidates, medians, strict=True)
             )
-            print(
-                f"[horo_lite] compression {self._candidates[chosen].name} from now on, for {what}: "
-                f"ms a step: {times}",
-                file=sys.stderr,
-                flush=True,
-            )
+            name = self._candidates[chosen].name
+            say(f"compression {name} from now on, for {what}: ms a step: {times}")
         self._candidates, self._seconds = [self._candidates[chosen]], [[]]

@@ -7,7 +7,6 @@ notified when the program of a rank ends; MPI's own operations would wait for su
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from horo_lite.errors import PeerLostError, StallError, ranks_in_words
+from horo_lite.errors import PeerLostError, StallError, ranks_in_words, say
 from horo_lite.transports.peers import allgather_objects, host_key, lives
 
 if TYPE_CHECKING:
@@ -77,7 +76,7 @@ class Patience:
         if 0 < self._next_s <= waited_s:
             self._next_s *= 2
             if who := late(False):
-                print(f"[horo_lite] {text} {who}", file=sys.stderr, flush=True)
+                say(f"{text} {who}")
 
     def pause(self, late: Callable[[bool], str]) -> None:
         """Do the same, then sleep for up to a millisecond."""
