@@ -145,9 +145,9 @@ def say(text: str) -> None:
     print(f"[horo_lite] {text}", file=sys.stderr, flush=True)
 
 
-def warn(text: str) -> None:
-    """Issue a RuntimeWarning at the line of the program that called this package."""
+def warn(text: str, category: type[Warning] = RuntimeWarning) -> None:
+    """Issue a warning at the line of the program that called this package."""
     frame, level = sys._getframe(1), 2
     while frame.f_code.co_filename.startswith(_PACKAGE) and frame.f_back is not None:
         frame, level = frame.f_back, level + 1
-    warnings.warn(f"horo_lite: {text}", RuntimeWarning, stacklevel=level)
+    warnings.warn(f"horo_lite: {text}", category, stacklevel=level)

@@ -12,13 +12,13 @@ With N ranks and the gradients g of one variable:
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from horo_lite.collectives.compression import compressor_of
 from horo_lite.collectives.group import Group
 from horo_lite.collectives.reductions import Adasum
+from horo_lite.errors import warn
 from horo_lite.horovod.process_sets import Set, group_of_member, ranks_given
 from horo_lite.horovod.reductions import named_op
 from horo_lite.training.options import Options
@@ -36,7 +36,7 @@ def options_of(
 ) -> Options:
     """Return the checked options."""
     if num_groups:
-        warnings.warn("num_groups is Horovod's old name: use groups=", DeprecationWarning, 3)
+        warn("num_groups is Horovod's old name: use groups=", DeprecationWarning)
     options = Options(
         op=named_op(op),
         adasum_of="gradients",

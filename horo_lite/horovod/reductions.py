@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 from horo_lite.collectives.reductions import Adasum, AnyOp, Average, Max, Min, Product, Sum
+from horo_lite.errors import warn
 
 # Horovod's ops are numbers in this order, which scripts' configurations may contain.
 _NUMBERED: tuple[AnyOp, ...] = (Average, Sum, Adasum, Min, Max, Product)
@@ -18,11 +18,7 @@ def op_of(average: Any, op: Any) -> AnyOp:
             raise ValueError(f"average must be True or False, not {average!r}: use op={average!r}")
         if op is not None:
             raise ValueError("average and op mean the same: pass only op")
-        warnings.warn(
-            "average= is Horovod's old name: use op=hvd.Average or op=hvd.Sum",
-            DeprecationWarning,
-            stacklevel=3,
-        )
+        warn("average= is Horovod's old name: use op=hvd.Average or op=hvd.Sum", DeprecationWarning)
         return Average if average else Sum
     if op is None:
         return Average

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import shlex
 import sys
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -111,7 +110,7 @@ def run(
         if given:
             raise ValueError(words)
     if np is not None:
-        warnings.warn("np= is Horovod's old name: use num_proc=", DeprecationWarning, 2)
+        warn("np= is Horovod's old name: use num_proc=", DeprecationWarning)
         num_proc = np if num_proc == 1 else num_proc
     ignored = {
         "ssh_port": ssh_port,

@@ -558,6 +558,9 @@ def check_words() -> None:
         hvd.load_model("model.keras", compresion=hvd.Compression.fp16)
     with pytest.raises(RuntimeError, match="BroadcastGlobalVariablesCallback"):
         hvd.broadcast_global_variables(0)
+    with pytest.warns(DeprecationWarning, match="use groups=") as warned:
+        hvd.PartialDistributedOptimizer("sgd", num_groups=2)
+    assert [w.filename for w in warned] == [__file__]
 
 
 def check_group() -> None:
