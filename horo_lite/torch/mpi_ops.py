@@ -119,17 +119,8 @@ def allreduce(
     multiplies this rank's contribution, `postscale_factor` the result. Averages of integers are
     truncated towards zero. Differentiable for Sum and Average.
     """
-    op = op_of(average, op)
-    (result,) = grouped_allreduce(
-        [tensor],
-        None,
-        name,
-        compression,
-        op,
-        prescale_factor,
-        postscale_factor,
-        process_set,
-    )
+    how = name, compression, op, prescale_factor, postscale_factor, process_set
+    (result,) = grouped_allreduce([tensor], average, *how)
     return result
 
 
@@ -145,17 +136,8 @@ def allreduce_async(
 ) -> Handle:
     """Start `allreduce`; `synchronize(handle)` returns its result."""
     op = op_of(average, op)
-    return submit_reduction(
-        "allreduce",
-        [tensor],
-        op,
-        name,
-        compression,
-        prescale_factor,
-        postscale_factor,
-        process_set,
-        single=True,
-    )
+    how = name, compression, prescale_factor, postscale_factor, process_set
+    return submit_reduction("allreduce", [tensor], op, *how, single=True)
 
 
 def allreduce_(
@@ -173,19 +155,8 @@ def allreduce_(
     It has no gradient: a later `backward()` through `tensor` is a RuntimeError. As usual, autograd
     does not track the change under torch.no_grad(), and parameters remain parameters.
     """
-    op = op_of(average, op)
-    return synchronize(
-        allreduce_async_(
-            tensor,
-            None,
-            name,
-            op,
-            prescale_factor,
-            postscale_factor,
-            process_set,
-            compression,
-        )
-    )
+    how = name, op, prescale_factor, postscale_factor, process_set, compression
+    return synchronize(allreduce_async_(tensor, average, *how))
 
 
 def allreduce_async_(
@@ -200,18 +171,8 @@ def allreduce_async_(
 ) -> Handle:
     """Start `allreduce_`; do not use `tensor` until `synchronize(handle)` returns it."""
     op = op_of(average, op)
-    return submit_reduction(
-        "allreduce",
-        [tensor],
-        op,
-        name,
-        compression,
-        prescale_factor,
-        postscale_factor,
-        process_set,
-        in_place=True,
-        single=True,
-    )
+    how = name, compression, prescale_factor, postscale_factor, process_set
+    return submit_reduction("allreduce", [tensor], op, *how, in_place=True, single=True)
 
 
 def grouped_allreduce(
@@ -244,16 +205,8 @@ def grouped_allreduce_async(
 ) -> Handle:
     """Start `grouped_allreduce`; `synchronize(handle)` returns its result."""
     op = op_of(average, op)
-    return submit_reduction(
-        "allreduce",
-        tensors,
-        op,
-        name,
-        compression,
-        prescale_factor,
-        postscale_factor,
-        process_set,
-    )
+    how = name, compression, prescale_factor, postscale_factor, process_set
+    return submit_reduction("allreduce", tensors, op, *how)
 
 
 def grouped_allreduce_(
@@ -267,19 +220,8 @@ def grouped_allreduce_(
     compression: Any = Compression.none,
 ) -> list[Tensor]:
     """Replace `tensors`, in place, by the op over all ranks, and return them."""
-    op = op_of(average, op)
-    results: list[Tensor] = synchronize(
-        grouped_allreduce_async_(
-            tensors,
-            None,
-            name,
-            op,
-            prescale_factor,
-            postscale_factor,
-            process_set,
-            compression,
-        )
-    )
+    how = name, op, prescale_factor, postscale_factor, process_set, compression
+    results: list[Tensor] = synchronize(grouped_allreduce_async_(tensors, average, *how))
     return results
 
 
@@ -295,17 +237,8 @@ def grouped_allreduce_async_(
 ) -> Handle:
     """Start `grouped_allreduce_`; do not use `tensors` until `synchronize(handle)` returns them."""
     op = op_of(average, op)
-    return submit_reduction(
-        "allreduce",
-        tensors,
-        op,
-        name,
-        compression,
-        prescale_factor,
-        postscale_factor,
-        process_set,
-        in_place=True,
-    )
+    how = name, compression, prescale_factor, postscale_factor, process_set
+    return submit_reduction("allreduce", tensors, op, *how, in_place=True)
 
 
 def sparse_allreduce_async(
@@ -382,17 +315,8 @@ def reducescatter_async(
     compression: Any = Compression.none,
 ) -> Handle:
     """Start `reducescatter`; `synchronize(handle)` returns its result."""
-    return submit_reduction(
-        "reducescatter",
-        [tensor],
-        op_of(None, op),
-        name,
-        compression,
-        prescale_factor,
-        postscale_factor,
-        process_set,
-        single=True,
-    )
+    how = name, compression, prescale_factor, postscale_factor, process_set
+    return submit_reduction("reducescatter", [tensor], op_of(None, op), *how, single=True)
 
 
 def grouped_reducescatter(
@@ -419,16 +343,8 @@ def grouped_reducescatter_async(
     compression: Any = Compression.none,
 ) -> Handle:
     """Start `grouped_reducescatter`; `synchronize(handle)` returns its result."""
-    return submit_reduction(
-        "reducescatter",
-        tensors,
-        op_of(None, op),
-        name,
-        compression,
-        prescale_factor,
-        postscale_factor,
-        process_set,
-    )
+    how = name, compression, prescale_factor, postscale_factor, process_set
+    return submit_reduction("reducescatter", tensors, op_of(None, op), *how)
 
 
 # Moving tensors.
