@@ -196,22 +196,8 @@ def PartialDistributedOptimizer(  # noqa: N802 (Horovod's name)
 ) -> Any:
     """Return a `DistributedOptimizer` that does not exchange the gradients of some layers.
 
-    Args:
-        optimizer: As for `DistributedOptimizer`.
-        name: Likewise.
-        device_dense: Likewise.
-        device_sparse: Likewise.
-        compression: Likewise.
-        sparse_as_dense: Likewise.
-        gradient_predivide_factor: Likewise.
-        op: Likewise.
-        backward_passes_per_step: Likewise.
-        average_aggregated_gradients: Likewise.
-        num_groups: Likewise.
-        groups: Likewise.
-        process_set: Likewise.
-        local_layers: A layer, or several, that have been built.
-        scale_local_gradients: Likewise.
+    `local_layers` is a layer, or several, that have been built. The other arguments are those of
+    `DistributedOptimizer`.
     """
     wrapped = DistributedOptimizer(
         optimizer,
@@ -267,21 +253,12 @@ def load_model(
 
     If the model was saved without an optimizer, it has none.
 
-    Args:
-        filepath: As for `keras.models.load_model`.
-        custom_optimizers: Classes of optimizers that are not Keras' own.
-        custom_objects: As for `keras.models.load_model`.
-        compression: As for DistributedOptimizer; files contain neither it nor the arguments below.
-        legacy_opts: Horovod's argument, which has no effect here.
-        compile: As for `keras.models.load_model`.
-        safe_mode: Likewise.
-        op: As for DistributedOptimizer.
-        sparse_as_dense: Likewise.
-        backward_passes_per_step: Likewise. Keras 3 saves it as gradient_accumulation_steps; if it
-            is not given again, Keras averages over the passes.
-        average_aggregated_gradients: Likewise.
-        group: Likewise.
-        shard_state: Likewise. Every rank loads the file.
+    `custom_optimizers` are classes of optimizers that are not Keras' own, and `legacy_opts` is
+    Horovod's argument, which has no effect here. `filepath`, `custom_objects`, `compile` and
+    `safe_mode` are those of `keras.models.load_model`, and the others those of
+    `DistributedOptimizer`, which files do not contain. Only `backward_passes_per_step` is saved by
+    Keras 3, as gradient_accumulation_steps: if it is not given again, Keras averages over the
+    passes. With `shard_state`, every rank loads the file.
     """
     known = {kind.__name__: kind for kind in custom_optimizers or ()} | dict(custom_objects or {})
     model = keras.models.load_model(filepath, known or None, compile, safe_mode)

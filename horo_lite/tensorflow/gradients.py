@@ -279,19 +279,8 @@ def PartialDistributedGradientTape(  # noqa: N802 (Horovod's name)
 ) -> DistributedGradientTape:
     """Return a `DistributedGradientTape` that does not exchange the gradients of some layers.
 
-    Args:
-        gradtape: As for `DistributedGradientTape`.
-        device_dense: Likewise.
-        device_sparse: Likewise.
-        compression: Likewise.
-        sparse_as_dense: Likewise.
-        op: Likewise.
-        gradient_predivide_factor: Likewise.
-        num_groups: Likewise.
-        groups: Likewise.
-        process_set: Likewise.
-        local_layers: A Keras layer, or several, that have been built.
-        scale_local_gradients: Likewise.
+    `local_layers` is a Keras layer, or several, that have been built. The other arguments are those
+    of `DistributedGradientTape`.
     """
     tape = DistributedGradientTape(
         gradtape,
