@@ -273,9 +273,7 @@ class _Hooks:
         where: str,
         previous: Callable[[], object],
     ) -> None:
-        first = not self.transports or self.transports[0].members.claim_report()
-        if first and _before_abort is not None:
-            _before_abort()  # before the other ranks do anything else
+        first = self._is_first()
         try:
             usual = self._previous[:2] == (sys.__excepthook__, threading.__excepthook__)
             if usual:
@@ -293,23 +291,27 @@ class _Hooks:
 
     def on_launcher_end(self, name: str) -> NoReturn:
         """End this rank; MPI may wait for the launcher, and is not called."""
-        if not self.transports or self.transports[0].members.claim_report():
-            if _before_abort is not None:
-                _before_abort()
-            write(f"[horo_lite] {self.name} ends, since its launcher ({name}) has ended\n")
-        else:
-            self._leave_it_to_the_first()
+        self._say(f"ends, since its launcher ({name}) has ended")
         os._exit(1)
 
     def end_after_exit(self, why: str) -> None:
         status, reason = self.exited()
-        if not self.transports or self.transports[0].members.claim_report():
-            if _before_abort is not None:
-                _before_abort()
-            write(f"[horo_lite] {self.name} ends the job: {reason}; {why}\n")
+        self._say(f"ends the job: {reason}; {why}")
+        self.abort(status if isinstance(status, int) else 1)
+
+    def _say(self, text: str) -> None:
+        """Write why this rank ends, unless another one reports the end of the job."""
+        if self._is_first():
+            write(f"[horo_lite] {self.name} {text}\n")
         else:
             self._leave_it_to_the_first()
-        self.abort(status if isinstance(status, int) else 1)
+
+    def _is_first(self) -> bool:
+        """Return whether this rank is the one that reports the end of the job."""
+        first = not self.transports or self.transports[0].members.claim_report()
+        if first and _before_abort is not None:
+            _before_abort()  # before the other ranks do anything else
+        return first
 
     def _leave_it_to_the_first(self) -> None:
         """Wait until the rank that reports ends the job: an earlier abort would cut its report."""
@@ -362,9 +364,12 @@ class _Hooks:
         elif isinstance(error, (PeerLostError, StallError, KeyboardInterrupt)) or not frames:
             write(f"[horo_lite] {self.name}: {in_one_line(error)}{at}\n")
         else:
-            lines = "".join(traceback.format_exception(type(error), error, trace)).splitlines()
-            text = "".join(f"{self.prefix}{line}\n" for line in lines)
-            write(f"[horo_lite] {self.name} ends the job with an exception{where}:\n{text}")
+            self.write_traceback(f"ends the job with an exception{where}", error, trace)
+
+    def write_traceback(self, what: str, error: BaseException, trace: TracebackType | None) -> None:
+        lines = "".join(traceback.format_exception(type(error), error, trace)).splitlines()
+        text = "".join(f"{self.prefix}{line}\n" for line in lines)
+        write(f"[horo_lite] {self.name} {what}:\n{text}")
 
     def report_exit(self, reason: str) -> None:
         write(f"[horo_lite] {self.name} ends the job before init(): {reason}\n")
@@ -399,9 +404,8 @@ def end_this_rank(error: BaseException) -> NoReturn:
     trace, package = error.__traceback__, str(Path(__file__).parents[1])
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(package):
         trace = trace.tb_next
-    lines = "".join(traceback.format_exception(type(error), error, trace)).splitlines()
-    text = "".join(f"{_installed.prefix}{line}\n" for line in lines)
-    write(f"[horo_lite] {_installed.name} ends with an exception, and the others continue:\n{text}")
+    what = "ends with an exception, and the others continue"
+    _installed.write_traceback(what, error, trace)
     os.kill(os.getpid(), signal.SIGKILL)
     raise error
 
