@@ -30,7 +30,7 @@ from horo_lite.training.sharding import (
     check_not_lost,
     collected,
     compare_division,
-    divide,
+    owners_of,
     receive_values,
 )
 
@@ -152,8 +152,8 @@ class ShardedAveraging(Averaging):
         named = tree_flatten(parameters)
         self._group = ranks_of(self._asked)
         sizes = [math.prod(x.shape) for _, x in named]
-        pieces = divide(sizes, [False] * len(named), self._group.size)
-        owners = {named[piece.parameter][0]: piece.owner for piece in pieces}
+        dealt = owners_of(sizes, self._group.size)
+        owners = dict(zip((name for name, _ in named), dealt, strict=True))
         leaves = tree_flatten(self.state)
         kept = [(name, x) for name, x in leaves if self._is_kept(name, owners)]
         known = {_parameter_of(name, owners) for name, _ in leaves} - {None}

@@ -22,7 +22,7 @@ from horo_lite.adapters.jax import is_key
 from horo_lite.collectives.group import Group
 from horo_lite.jax.calls import AllgatherInPlace
 from horo_lite.jax.primitive import bind, is_traced
-from horo_lite.training.sharding import check_not_lost, collected, divide
+from horo_lite.training.sharding import check_not_lost, collected, owners_of
 
 if TYPE_CHECKING:
     import optax
@@ -162,8 +162,7 @@ class _Division:
     @property
     def owners(self) -> list[int]:
         """The owner of each parameter."""
-        sizes = [prod(x.shape) for x in self.shapes]
-        return [p.owner for p in divide(sizes, [False] * len(sizes), self.group.size)]
+        return owners_of([prod(x.shape) for x in self.shapes], self.group.size)
 
     def is_mine(self, _: Any) -> Any:
         """Return a tree like the parameters with whether each is of this rank: a mask of optax."""

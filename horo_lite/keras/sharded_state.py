@@ -27,7 +27,7 @@ from horo_lite.training.sharding import (
     check_not_lost,
     collected,
     compare_division,
-    divide,
+    owners_of,
     receive_values,
 )
 from horo_lite.training.transform import is_traced
@@ -105,12 +105,9 @@ class ShardedState:
         if self.built:  # type: ignore[has-type]
             return
         variables, ranks = list(variables), self._ranks()
-        pieces = divide(
-            [math.prod(variable.shape) for variable in variables],
-            [False] * len(variables),
-            1 if ranks is None else ranks.size,
-        )
-        owners = {id(variables[piece.parameter]): piece.owner for piece in pieces}
+        sizes = [math.prod(variable.shape) for variable in variables]
+        dealt = owners_of(sizes, 1 if ranks is None else ranks.size)
+        owners = dict(zip(map(id, variables), dealt, strict=True))
         division = _Division(ranks, owners, list(self._variables))
         vars(self)["_division"] = division
         super().build(variables)  # type: ignore[misc]

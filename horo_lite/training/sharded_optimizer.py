@@ -36,7 +36,7 @@ from horo_lite.training.sharding import (
     check_not_lost,
     collected,
     compare_division,
-    divide,
+    owners_of,
     receive_values,
     without_closure,
 )
@@ -156,8 +156,7 @@ class Shares:
         """Make the optimizers of this rank's share, with these states, if there are any."""
         self.group = group = self._ranks()
         sizes = [math.prod(to_host(parameter).shape) for _, parameter in self._named]
-        pieces = divide(sizes, [False] * len(sizes), group.size)
-        self._owners = [piece.owner for piece in pieces]
+        self._owners = owners_of(sizes, group.size)
         self._rest: dict[str, Any] | None = states
         self._changes: list[Change] = []
         mine = [i for i, owner in enumerate(self._owners) if owner == group.rank]

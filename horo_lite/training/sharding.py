@@ -86,6 +86,11 @@ def divide(sizes: Sequence[int], may_cut: Sequence[bool], n_ranks: int) -> list[
     return sorted(pieces)
 
 
+def owners_of(sizes: Sequence[int], n_ranks: int) -> list[int]:
+    """Return the owner of each parameter, if none may be cut: see `divide`."""
+    return [piece.owner for piece in divide(sizes, [False] * len(sizes), n_ranks)]
+
+
 def compare_division(
     group: Group,
     label: str,
