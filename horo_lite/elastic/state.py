@@ -222,14 +222,10 @@ class State:
 
         def look(array: Any) -> tuple[str, ...]:
             arrays.append(array)
-            strides = array.stride() if hasattr(array, "stride") else getattr(array, "strides", ())
-            return str(array.dtype), str(tuple(array.shape)), str(strides)
+            return str(array.dtype), str(tuple(array.shape)), str(_strides(array))
 
-        rest = io.BytesIO()
-        pickler = pickle.Pickler(rest, pickle.HIGHEST_PROTOCOL)
-        pickler.fast = True  # the same for equal values, whether or not they are one object
-        pickler.dump(self._content(look))
-        return _native.hash64(rest.getvalue() + repr(list(map(_hash_of, arrays))).encode())
+        rest = _pickled(self._content(look))
+        return _native.hash64(rest + repr(list(map(_hash_of, arrays))).encode())
 
     # Loss of ranks.
 
@@ -414,9 +410,37 @@ def _is_variable(x: Any) -> bool:
 
 def _hash_of(array: Any) -> int:
     if gpu_of(array) is None:
-        with suppress(TypeError, ValueError, BufferError):  # unsupported dtypes and strides
+        # Unsupported dtypes, strides and layouts; torch's lazily conjugated or negated tensors.
+        with suppress(TypeError, ValueError, BufferError, RuntimeError):
             return _native.fingerprints(Tensors([to_host(array)], writable=False))[0]
-    return _native.hash64(pickle.dumps(_copy_of(array)))
+    return _native.hash64(_pickled(_copy_of(array)))
+
+
+def _strides(array: Any) -> Any:
+    if not hasattr(array, "stride"):
+        return getattr(array, "strides", ())
+    is_strided = array.layout == sys.modules["torch"].strided
+    return array.stride() if is_strided else ()
+
+
+def _pickled(content: Any) -> bytes:
+    """Return bytes that are equal, on all ranks, for equal content."""
+    written = io.BytesIO()
+    pickler = _PicklerOfValues(written, pickle.HIGHEST_PROTOCOL)
+    pickler.fast = True  # whether or not equal values are one object
+    pickler.dump(content)
+    return written.getvalue()
+
+
+class _PicklerOfValues(pickle.Pickler):
+    """Pickles the memory of torch's tensors by its contents; torch adds its address."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        torch = sys.modules.get("torch")
+        if torch is None or not isinstance(obj, torch.storage.TypedStorage):
+            return NotImplemented
+        memory = torch.empty(0, dtype=torch.uint8).set_(obj._untyped_storage.cpu())
+        return bytes, (memory.numpy().tobytes(),)
 
 
 def _copy_of(array: Any) -> Any:

@@ -8,6 +8,7 @@ import re
 import threading
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -286,6 +287,24 @@ def test_a_digest_tells_any_difference(alone) -> None:
     ]  # fmt: skip
     assert digest() == digest()
     assert len({digest(), *(digest(**change) for change in changes)}) == len(changes) + 1
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_equal_tensors_have_equal_digests_wherever_their_memory_is(alone) -> None:
+    torch = pytest.importorskip("torch")
+
+    def digests(last: float) -> list[int]:
+        x = torch.tensor([[0.0, 1, 2, 3], [4, 5, 6, last]])
+        z = torch.complex(x, x)
+        forms = [
+            x.T, x[:, 1::2], x[1, 3:].expand(5), x.to_sparse(), x.to_sparse_csr(), x.bfloat16().T,
+            z.conj(), z.conj().imag, SimpleNamespace(own=x), torch.nn.Parameter(x.T),
+        ]  # fmt: skip
+        return [elastic.State(tensor=form)._digest() for form in forms]
+
+    ours = digests(7.0)
+    assert digests(7.0) == ours
+    assert not set(digests(8.0)) & set(ours)
 
 
 def test_what_counts_nothing_is_always_whole(alone) -> None:
