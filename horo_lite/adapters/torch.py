@@ -27,6 +27,20 @@ _NUMPY_LACKS = {
 HAS_TABLE = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
 
 
+def parameters_of(param_groups: Sequence[dict[str, Any]]) -> Named:
+    """Return an optimizer's parameters, by the names that it knows, or by their places."""
+    return [
+        (name, parameter)
+        for g, group in enumerate(param_groups)
+        for name, parameter in zip(
+            group.get("param_names")
+            or [f"param_groups[{g}][{i}]" for i in range(len(group["params"]))],
+            group["params"],
+            strict=True,
+        )
+    ]
+
+
 class TorchAdapter(Adapter):
     """torch.optim optimizers, torch.nn modules and tensors."""
 
@@ -41,16 +55,7 @@ class TorchAdapter(Adapter):
             # Buffers too (running means); for get_extra_state(), see objects().
             state = owner.state_dict(keep_vars=True)
             return [(name, t) for name, t in state.items() if isinstance(t, torch.Tensor)]
-        return [
-            (name, parameter)
-            for g, group in enumerate(owner.param_groups)
-            for name, parameter in zip(
-                group.get("param_names")
-                or [f"param_groups[{g}][{i}]" for i in range(len(group["params"]))],
-                group["params"],
-                strict=True,
-            )
-        ]
+        return parameters_of(owner.param_groups)
 
     def objects(self, owner: Any) -> list[tuple[str, Held]]:
         modules = owner.named_modules() if isinstance(owner, torch.nn.Module) else ()

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from horo_lite.adapters.torch import with_own_version
+from horo_lite.adapters.torch import parameters_of, with_own_version
 from horo_lite.collectives.adasum import check_size
 from horo_lite.collectives.group import Group
 from horo_lite.collectives.reductions import Adasum, Average, Sum, checked_weight
@@ -190,16 +190,7 @@ class GradientExchange:
         ]
 
     def _parameters(self) -> list[tuple[str, Any]]:
-        return [
-            (name, parameter)
-            for g, group in enumerate(self._attributes["param_groups"])
-            for name, parameter in zip(
-                group.get("param_names")
-                or [f"param_groups[{g}][{i}]" for i in range(len(group["params"]))],
-                group["params"],
-                strict=True,
-            )
-        ]
+        return parameters_of(self._attributes["param_groups"])
 
     def look_at_parameters(self, *, with_gradients: bool = False) -> None:
         """Update the slots to the current parameters, and register missing hooks.
