@@ -149,6 +149,7 @@ def test_importing_the_package_changes_nothing_and_loads_next_to_nothing(
     )
     modules = ["horo_lite"]
     if environ:
-        modules += [f"horo_lite.{name}" for name in ("context", "errors", "files", "start")]
+        names = ("context", "errors", "files", "processes", "start")
+        modules += [f"horo_lite.{name}" for name in names]
         modules += [f"horo_lite.start.{n}" for n in ("arrivals", "ending", "launcher", "orphans")]
     assert ran.stdout.split() == modules

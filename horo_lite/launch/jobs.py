@@ -25,6 +25,7 @@ from typing import NamedTuple, NoReturn, TextIO
 
 from horo_lite import checkpoint as commits
 from horo_lite.errors import LauncherError, say
+from horo_lite.processes import environ_of, state_and_parent
 from horo_lite.start import ending, launcher
 
 CHECKPOINT = "HORO_LITE_CHECKPOINT"
@@ -232,14 +233,14 @@ class LauncherWatch:
         children = []
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
-                if int(parent) != self._launcher or state in "ZX":
+                pid = int(entry.name)
+                state, parent = state_and_parent(pid)
+                if parent != self._launcher or state in "ZX":
                     continue
-                if int(entry.name) == os.getpid():  # the guard is a child, too, of process 1
+                if pid == os.getpid():  # the guard is a child, too, of process 1
                     continue
-                children.append(int(entry.name))
-                items = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
-                env = dict(item.split("=", 1) for item in items if "=" in item)
+                children.append(pid)
+                env = environ_of(pid)
                 if "OMPI_COMM_WORLD_RANK" in env:
                     self._ranks.add(env["OMPI_COMM_WORLD_RANK"])
                     self._size = env.get("OMPI_COMM_WORLD_SIZE", "")

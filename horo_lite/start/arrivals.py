@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from horo_lite.errors import ranks_in_words
+from horo_lite.processes import environ_of, name_of, state_and_parent
 from horo_lite.start import launcher
 
 _MARK = "horo_lite: in init()"
@@ -121,13 +122,12 @@ def _job_and_depth(pid: int) -> tuple[tuple[object, int], int] | None:
     The identifier contains that process. None if /proc does not show it.
     """
     job, depth = _job(_environ(pid)), 0
-    with contextlib.suppress(OSError, IndexError, ValueError):
+    with contextlib.suppress(OSError):
         while True:
-            parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-            name = Path(f"/proc/{parent}/comm").read_text().strip()
+            parent = state_and_parent(pid)[1]
             depth += 1
             # MPICH's variables are the same in all jobs.
-            if name == "hydra_pmi_proxy" or _job(_environ(parent)) != job:
+            if name_of(parent) == "hydra_pmi_proxy" or _job(_environ(parent)) != job:
                 return (job, parent), depth
             pid = parent
     return None
@@ -144,8 +144,7 @@ def _job(environ: Mapping[str, str]) -> tuple[str | None, ...] | None:
 def _environ(pid: int) -> dict[str, str]:
     """Return the environment with which a process was started; empty if it cannot be read."""
     with contextlib.suppress(OSError):
-        texts = os.fsdecode(Path(f"/proc/{pid}/environ").read_bytes()).split("\0")
-        return {name: value for name, _, value in (text.partition("=") for text in texts)}
+        return environ_of(pid)
     return {}
 
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from threadpoolctl import ThreadpoolController
 
 from horo_lite.errors import warn
+from horo_lite.processes import name_of, state_and_parent
 from horo_lite.start.launcher import Launch
 
 
@@ -47,7 +48,7 @@ def cores_of_process(launch: Launch | None) -> Cores:
         pid = os.getppid() if launch and launch.name == "Open MPI" else 0
         while pid > 1:
             process = Path(f"/proc/{pid}")
-            name = (process / "comm").read_text().strip()
+            name = name_of(pid)
             if name in _COMMANDS | _DAEMONS:
                 ours = Path("/proc/self/cmdline").read_bytes()
                 command = (process / "cmdline").read_bytes().removesuffix(ours)
@@ -55,7 +56,7 @@ def cores_of_process(launch: Launch | None) -> Cores:
                 # A daemon does not have the command line of its mpiexec.
                 chosen = None if name in _DAEMONS and not is_given else is_given
                 return Cores(own, tuple(sorted(os.sched_getaffinity(pid))), chosen, quota)
-            pid = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+            pid = state_and_parent(pid)[1]
     return Cores(own, (), None, quota)
 
 

@@ -6,8 +6,9 @@ import contextlib
 import os
 import stat
 from collections.abc import Mapping
-from pathlib import Path
 from typing import NamedTuple
+
+from horo_lite.processes import name_of
 
 # A secret in the environment of a job's ranks, with which they sign what they write.
 JOB_TOKEN = "HORO_LITE_JOB_TOKEN"
@@ -110,8 +111,8 @@ def hydra() -> int | None:
     """
     with contextlib.suppress(OSError, KeyError, ValueError):
         descriptor = int(os.environ["PMI_FD"])
-        parent = Path(f"/proc/{os.getppid()}/comm").read_text().strip()
-        if parent == "hydra_pmi_proxy" and stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+        is_socket = stat.S_ISSOCK(os.fstat(descriptor).st_mode)
+        if is_socket and name_of(os.getppid()) == "hydra_pmi_proxy":
             return descriptor
     return None
 

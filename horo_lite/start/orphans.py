@@ -10,8 +10,8 @@ import select
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from pathlib import Path
 
+from horo_lite.processes import name_of
 from horo_lite.start import arrivals
 
 # Programs that live as long as the ranks that they have started: Open MPI's since version 5, and
@@ -37,7 +37,7 @@ class LauncherEnd:
             if pid is None:
                 return
             self._files.append(os.pidfd_open(pid))
-            name = Path(f"/proc/{pid}/comm").read_text().strip()
+            name = name_of(pid)
             # Now that it is open, the number cannot get another meaning.
             if arrivals.launcher_process() != pid or not _is_launcher(name):
                 return

@@ -31,6 +31,7 @@ from horo_lite.errors import (
     say,
     warn,
 )
+from horo_lite.processes import lives
 from horo_lite.start.entries import (
     Offer,
     job_token,
@@ -51,7 +52,6 @@ from horo_lite.transports.peers import (
     asked,
     fits,
     host_key,
-    lives,
 )
 
 T = TypeVar("T")

@@ -37,15 +37,6 @@ def host_key() -> tuple[str, ...]:
     return socket.gethostname(), boot, processes
 
 
-def lives(pid: int) -> bool:
-    """Return whether process `pid`, whose host_key() is this process's, is still running."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state not in "ZX"
-
-
 def asked(question: Callable[[], T], look: Callable[[], object]) -> T:
     """Return the result of a library call that waits for another process, perhaps forever.
 

@@ -24,6 +24,7 @@ from launch import PATIENCE, Job, environment, mpi_name
 
 import horo_lite as hvd
 from horo_lite.launch import doctor, jobs
+from horo_lite.processes import lives
 
 
 @pytest.fixture(autouse=True)
@@ -589,3 +590,17 @@ def test_a_launcher_may_take_its_time_where_ranks_may_run(
 ) -> None:
     monkeypatch.setattr(jobs, "LAUNCHER_S", 2.0)
     assert jobs.Job(["sh", "-c", script], os.environ).wait() == 0
+
+
+@pytest.mark.launches
+def test_names_of_other_processes_may_be_any_bytes() -> None:
+    program = r"import ctypes; ctypes.CDLL(None).prctl(15, b'\xff', 0, 0, 0); print(); input()"
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-uc", program], stdin=pipe, stdout=pipe) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        try:
+            assert lives(child.pid)
+            assert not jobs.LauncherWatch(os.getpid()).is_left_alone()
+        finally:
+            child.kill()

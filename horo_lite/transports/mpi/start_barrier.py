@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from horo_lite.errors import PeerLostError, StallError, ranks_in_words, say
-from horo_lite.transports.peers import allgather_objects, host_key, lives
+from horo_lite.processes import lives
+from horo_lite.transports.peers import allgather_objects, host_key
 
 if TYPE_CHECKING:
     from mpi4py import MPI
