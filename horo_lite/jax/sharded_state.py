@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from math import prod
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -54,7 +55,7 @@ def shard_state(
 
     Args:
         optimizer: What optax.adam and similar functions return, in which the update of a parameter
-            depends on no other one.
+            depends on no other one, nor on its place among them, as noise does.
         name: For messages.
         group: The ranks; by default all.
 
@@ -294,8 +295,11 @@ def _check_each_on_its_own(inner: Any, params: Any) -> None:
 
     Tried with small parameters, in a batch of cases: in each, other parameters have values and
     gradients that show in everything that depends on them, NaN or much larger ones. For any two
-    parameters there is a case that changes one of them and not the other.
+    parameters there is a case that changes one of them and not the other. Then every other
+    parameter is left out, as on a rank that has the rest: random numbers depend on the places.
     """
+    import optax
+
     paths, structure = jax.tree_util.tree_flatten_with_path(params)
     places = range(len(paths))
     changed = [
@@ -314,13 +318,18 @@ def _check_each_on_its_own(inner: Any, params: Any) -> None:
             leaves.append(np.multiply.outer(factors, one).astype(jnp.result_type(x)))
         return jax.tree.unflatten(structure, leaves)
 
-    def two_steps(updates: Any, params: Any) -> Any:
-        first, state = inner.update(updates, inner.init(params), params)
-        return first, inner.update(updates, state, params)[0]
+    def steps(inner: Any) -> list[list[Any]]:
+        def two_steps(updates: Any, params: Any) -> Any:
+            first, state = inner.update(updates, inner.init(params), params)
+            return first, inner.update(updates, state, params)[0]
 
+        return [jax.tree.leaves(x) for x in jax.vmap(two_steps)(cases(1), cases(2))]
+
+    kept = [[i % 2 == parity for i in places] for parity in (0, 1) if len(places) > 1]
     try:
         with jax.ensure_compile_time_eval():
-            found = [jax.tree.leaves(x) for x in jax.vmap(two_steps)(cases(1), cases(2))]
+            found = steps(inner)
+            of_some = [steps(optax.masked(inner, jax.tree.unflatten(structure, k))) for k in kept]
     except Exception as error:
         raise ValueError(
             "shard_state tries an optimizer with small parameters, to see whether the update of "
@@ -334,6 +343,19 @@ def _check_each_on_its_own(inner: Any, params: Any) -> None:
                         "shard_state needs an optimizer in which the update of a parameter depends "
                         f"on no other one, but that of {keystr(paths[i][0])} does, as with "
                         f"clipping by a global norm, or apply_if_finite: {_DIVIDE_A_PART}"
+                    )
+    for some, is_kept in zip(of_some, kept, strict=True):
+        for whole, part in zip(found, some, strict=True):
+            for i in compress(places, is_kept):
+                one, other = whole[i][0], part[i][0]
+                # XLA rounds by what it compiles together.
+                is_inexact = jnp.issubdtype(one.dtype, jnp.inexact)
+                rounding = 100 * float(jnp.finfo(one.dtype).eps) if is_inexact else 0.0
+                if not jnp.allclose(one, other, rounding, rounding * 1e-3, equal_nan=True):
+                    raise ValueError(
+                        "shard_state needs an optimizer in which the update of a parameter depends "
+                        f"on no other one, but that of {keystr(paths[i][0])} depends on its place "
+                        f"among the others, as with add_noise: {_DIVIDE_A_PART}"
                     )
 
 
