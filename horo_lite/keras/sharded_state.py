@@ -95,6 +95,7 @@ class ShardedState:
 
     _options: Options
     _division: _Division | None
+    _passes: int
     _variables: list[Any]
     _trainable_variables: list[Any]
     _iterations: Any
@@ -219,9 +220,17 @@ class ShardedState:
         named = [(name_of(v), v) for v in self._trainable_variables]
         dealt = [f"{name!r}: rank {division.owners[id(v)]}" for name, v in named]
         label = self._label("division")
-        state = self.whole_state
-        compare_division(group, label, dealt, named, state, is_new=division.is_new)
+        compare_division(group, label, dealt, named, self._common_state, is_new=division.is_new)
         division.rest = None
+
+    def _common_state(self) -> list[Any]:
+        """Return the part of `whole_state()` that all ranks have alike."""
+        division = self._division
+        # With backward_passes_per_step, each rank adds up its own gradients.
+        own = [] if division is None or self._passes == 1 else division.gradients
+        of_rank = set(map(id, own))
+        pairs = zip(self.whole_state(), self._layout(), strict=True)
+        return [value for value, variable in pairs if id(variable) not in of_rank]
 
     def _apply_weight_decay(self, variables: Sequence[Any]) -> None:
         assert self._division is not None

@@ -293,6 +293,17 @@ def gradients(model: Any, x: Any, y: Any) -> list[Any]:
     return jax.grad(loss)([variable.value for variable in model.trainable_variables])
 
 
+def apply(model: Any, found: list[Any], **weight: float) -> None:
+    """Apply gradients in a training loop of one's own, eagerly."""
+    if BACKEND != "torch":
+        model.optimizer.apply(found, model.trainable_variables, **weight)
+        return
+    import torch
+
+    with torch.no_grad():
+        model.optimizer.apply(found, model.trainable_variables, **weight)
+
+
 def check_weights_of_uneven_batches() -> None:
     """A custom training loop, eagerly; on JAX inside jit as well."""
 
@@ -309,11 +320,8 @@ def check_weights_of_uneven_batches() -> None:
             found = gradients(net, data[0][rows], data[1][rows])
             weight = {"weight": n} if net is model else {}
             if BACKEND == "torch":
-                import torch
-
                 before = [gradient.data_ptr() for gradient in found]
-                with torch.no_grad():
-                    net.optimizer.apply(found, net.trainable_variables, **weight)
+                apply(net, found, **weight)
                 after = [variable.value.grad for variable in net.trainable_variables]
                 assert [gradient.data_ptr() for gradient in after] == before
                 if net is model:
@@ -537,14 +545,7 @@ def check_what_acts_on_averages() -> None:
                 (model, shard(X)[mine], shard(Y)[mine]),
                 (alone, X[whole], Y[whole]),
             ):
-                found = gradients(net, x, y)
-                if BACKEND == "torch":
-                    import torch
-
-                    with torch.no_grad():
-                        net.optimizer.apply(found, net.trainable_variables)
-                else:
-                    net.optimizer.apply(found, net.trainable_variables)
+                apply(net, gradients(net, x, y))
         check_same_bits(model)
         check_close(model, alone)
         moved = [(a != b).any() for a, b in zip(start, model.get_weights(), strict=True)]
@@ -969,14 +970,18 @@ def check_shard_state_in_a_loop() -> None:
                 found[0] = None
             if BACKEND == "jax" and step == 3:
                 _stateless(model, found, {})
-            elif BACKEND == "torch":
-                import torch
-
-                with torch.no_grad():
-                    model.optimizer.apply(found, model.trainable_variables, weight=1 + world.rank)
             else:
-                model.optimizer.apply(found, model.trainable_variables, weight=1 + world.rank)
+                apply(model, found, weight=1 + world.rank)
         check_alike(divided, whole)
+    # Read between two passes, where every rank has a sum of its own.
+    divided, whole = divided_and_whole(adam, backward_passes_per_step=2)
+    hvd.broadcast_parameters(divided)
+    for step in range(2):
+        for model in (divided, whole):
+            x, y = (a[(step + world.rank) * 3 :][:5] for a in (X, Y))
+            apply(model, gradients(model, x, y))
+        divided.optimizer.whole_state()
+    check_alike(divided, whole)
     if world.size > 1:
         drifted, _ = divided_and_whole(adam)
         if BACKEND == "torch":
