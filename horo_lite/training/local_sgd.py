@@ -123,7 +123,8 @@ class LocalSGD:
             As `step` does.
 
         Raises:
-            DriftError: The parameters were not equal on all ranks when training began.
+            DriftError: The parameters were not equal on all ranks when training began, or those of
+                the last average are not.
             MismatchError: The ranks have taken different numbers of steps, or have different
                 parameters.
         """
@@ -137,9 +138,8 @@ class LocalSGD:
         if self._n_steps == self._averaged_at:
             return found.written()
         group = ops.ranks_of(self._group)
-        if not self._averaged_at:
-            before = list(zip(self._names, self._anchors, strict=True))
-            drift.compare(before, group=group, on_drift="raise", needs_all=False)
+        before = list(zip(self._names, self._anchors, strict=True))
+        drift.compare(before, group=group, on_drift="raise", needs_all=False)
         self._average(found, group, self._weight, f"local steps up to {self._n_steps}")
         return found.written()
 

@@ -144,6 +144,20 @@ def test_mistakes_are_errors_on_every_rank() -> None:
         run_threads(2, apart)
     assert all(isinstance(error, DriftError) for error in failed.value.errors.values())
 
+    def loaded_on_one_rank(group: Group) -> None:
+        weights = [np.zeros(3)]
+        local = hvd.LocalSGD(weights, every=1, group=group)
+        before = local.state_dict()
+        for step in range(2):
+            weights[0] += 1
+            local.step()
+            if step == group.rank == 0:
+                local.load_state_dict({**before, "n_steps": 1, "averaged_at": 1})
+
+    with pytest.raises(RanksFailedError) as failed:
+        run_threads(2, loaded_on_one_rank)
+    assert all(isinstance(error, DriftError) for error in failed.value.errors.values())
+
     def out_of_step(group: Group) -> None:
         weights = [np.zeros(3)]
         local = hvd.LocalSGD(weights, every=3 + group.rank, group=group)
