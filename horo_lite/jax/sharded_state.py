@@ -297,6 +297,8 @@ def _check_each_on_its_own(inner: Any, params: Any) -> None:
     gradients that show in everything that depends on them, NaN or much larger ones. For any two
     parameters there is a case that changes one of them and not the other. Then every other
     parameter is left out, as on a rank that has the rest: random numbers depend on the places.
+    What state there is in both halves belongs to no parameter, so it must be the same in all cases,
+    since every rank has its own.
     """
     import optax
 
@@ -318,18 +320,19 @@ def _check_each_on_its_own(inner: Any, params: Any) -> None:
             leaves.append(np.multiply.outer(factors, one).astype(jnp.result_type(x)))
         return jax.tree.unflatten(structure, leaves)
 
-    def steps(inner: Any) -> list[list[Any]]:
+    def steps(inner: Any) -> tuple[list[list[Any]], Any]:
         def two_steps(updates: Any, params: Any) -> Any:
             first, state = inner.update(updates, inner.init(params), params)
-            return first, inner.update(updates, state, params)[0]
+            return first, *inner.update(updates, state, params)
 
-        return [jax.tree.leaves(x) for x in jax.vmap(two_steps)(cases(1), cases(2))]
+        first, second, state = jax.vmap(two_steps)(cases(1), cases(2))
+        return [jax.tree.leaves(first), jax.tree.leaves(second)], state
 
-    kept = [[i % 2 == parity for i in places] for parity in (0, 1) if len(places) > 1]
+    kept = [[i % 2 == parity for i in places] for parity in ((0, 1) if len(places) > 1 else (1,))]
     try:
         with jax.ensure_compile_time_eval():
-            found = steps(inner)
-            of_some = [steps(optax.masked(inner, jax.tree.unflatten(structure, k))) for k in kept]
+            found, state = steps(inner)
+            halves = [steps(optax.masked(inner, jax.tree.unflatten(structure, k))) for k in kept]
     except Exception as error:
         raise ValueError(
             "shard_state tries an optimizer with small parameters, to see whether the update of "
@@ -344,7 +347,15 @@ def _check_each_on_its_own(inner: Any, params: Any) -> None:
                         f"on no other one, but that of {keystr(paths[i][0])} does, as with "
                         f"clipping by a global norm, or apply_if_finite: {_DIVIDE_A_PART}"
                     )
-    for some, is_kept in zip(of_some, kept, strict=True):
+    in_both = set.intersection(*(set(_by_path(half.inner_state)) for _, half in halves))
+    for path, rows in _by_path(state).items():
+        if path in in_both and len({row.tobytes() for row in rows}) > 1:
+            raise ValueError(
+                f"shard_state needs an optimizer whose state belongs to parameters, but {path} "
+                "belongs to none and depends on gradients or values, as with apply_if_finite: "
+                + _DIVIDE_A_PART
+            )
+    for (some, _), is_kept in zip(halves, kept, strict=True):
         for whole, part in zip(found, some, strict=True):
             for i in compress(places, is_kept):
                 one, other = whole[i][0], part[i][0]

@@ -1007,6 +1007,10 @@ noise = optax.add_noise(0.01, 0.5, 0)  # of each parameter by its place among al
 for inner in (optax.chain(clip, momentum), optax.apply_if_finite(momentum, 5), noise):
     error = raised(lambda: hvd.shard_state(inner).init(params))
     assert isinstance(error, ValueError) and "depends on no other one, but that of" in str(error)
+one_of = {{"one": optax.apply_if_finite(momentum, 5), "rest": momentum}}
+labels = {{"hidden": {{"w": "rest", "b": "one"}}, "out": "rest", "scale": "rest"}}
+error = raised(lambda: hvd.shard_state(optax.multi_transform(one_of, labels)).init(params))
+assert "['one'].inner_state.notfinite_count belongs to none" in str(error), error
 
 # Saved on rank 0, and loaded by any number of ranks.
 saved = hvd.broadcast_object(jax.tree.map(np.asarray, hvd.whole_state(state)))
