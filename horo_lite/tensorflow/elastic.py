@@ -15,7 +15,7 @@ class TensorFlowState(State):
     """A `State` of tf.Variables and any other objects.
 
     Args:
-        variables: The variables, such as `model.variables`; TensorFlow 2 has no collection of all.
+        variables: The variables, such as `model.weights`; TensorFlow 2 has no collection of all.
         session: TensorFlow 1's argument, which has no effect here.
         **things: Other objects that belong to the state: see `horo_lite.elastic.State`.
     """

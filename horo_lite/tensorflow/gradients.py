@@ -356,8 +356,9 @@ def broadcast_variables(
     Every rank calls it, eagerly or inside tf.function.
 
     Args:
-        variables: Variables of TensorFlow or Keras, such as `model.variables` and
-            `optimizer.variables`.
+        variables: Variables of TensorFlow or Keras, such as `model.weights` and
+            `optimizer.variables`. In Keras 3, `model.variables` also has the seeds of random
+            layers, with which all ranks would draw the same noise.
         root_rank: The root's rank in the world; with `group`, its rank in the group.
         process_set: The ranks; by default all.
         inplace: Horovod's argument, which has no effect here.
@@ -409,7 +410,7 @@ def broadcast_global_variables(root_rank: int = 0) -> None:
     raise RuntimeError(
         "broadcast_global_variables() needs TensorFlow 1's collection of all variables, which "
         "TensorFlow 2 does not have: call "
-        f"hvd.broadcast_variables(model.variables, root_rank={root_rank}), and the same with "
+        f"hvd.broadcast_variables(model.weights, root_rank={root_rank}), and the same with "
         "optimizer.variables"
     )
 
