@@ -58,6 +58,11 @@ class KerasAdapter(VariablesAdapter):
         return [(variable.path, variable) for variable in variables]
 
     def value(self, parameter: Any) -> Array:
+        if parameter._value is None and keras.backend.backend() == "jax":
+            raise RuntimeError(
+                f"{parameter.path!r} has no value: on JAX, Keras keeps the variables elsewhere "
+                "while fit() runs. In a callback, call self.model.jax_state_sync() first"
+            )
         return to_host(parameter.value)
 
     def set_value(self, parameter: Any, array: Array) -> None:

@@ -455,6 +455,11 @@ def _check_callbacks(family: Any) -> None:
         expected = [corrected[k] if k in changes else 0.5 for k in range(4 * N_STEPS)]
         np.testing.assert_allclose(after.momenta, expected, rtol=1e-5)
     assert float(model.optimizer.momentum) == 0.5
+    if BACKEND == "jax":
+        look = keras.callbacks.Callback()
+        look.on_train_batch_end = lambda batch, logs: hvd.check_in_sync(model)
+        with pytest.raises(RuntimeError, match=r"first/kernel' has no value: .* jax_state_sync"):
+            fit(model, epochs=1, callbacks=[look])
 
 
 def check_schedules() -> None:
