@@ -377,10 +377,11 @@ $(addprefix $(VENV)/.,$(BESIDE)): $(VENV)/.%: tests/frameworks/%.txt | $(QUICK_R
 	@$(ONE_AT_A_TIME) $(PY) $(PIP) -r $<
 	@touch $@
 
-# If NNabla needs another Python, the core is built for that, too: with kernels for all CPUs that are not
-# optimized, since they are tested elsewhere, and without GPU support, which NNabla could not use here.
+# If NNabla needs another Python, the core is built for that, too: what knows no Python is that of $(VENV), and the
+# rest is not optimized, and without GPU support, which NNabla could not use here.
 PYTHON_nnabla := $(PYTHON310)
-BUILD_nnabla = $(if $(filter 3.10,$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')),,HORO_LITE_CUDA=0 HORO_LITE_QUICK_BUILD=1 CMAKE_ARGS=-DHORO_LITE_PORTABLE=ON)
+SUFFIX = $(shell $(PYTHON) -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX")[:-3])')
+BUILD_nnabla = $(if $(findstring -310-,$(SUFFIX)),,HORO_LITE_CUDA=0 HORO_LITE_QUICK_BUILD=1 CMAKE_ARGS=-DHORO_LITE_COMPILED=$(CURDIR)/build/cmake$(SUFFIX))
 .venv-nnabla/.ready: $(SOURCES)
 
 # A framework is installed while the core is compiled, which takes most of the time.

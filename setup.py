@@ -151,7 +151,7 @@ class CMakeBuild(build_ext):
             f"-DHORO_LITE_QUICK_BUILD={int(is_set('HORO_LITE_QUICK_BUILD'))}",
             f"-Dnanobind_DIR={nanobind_dir()}",
             # Defaults are passed, too, since the cache contains the values of the last build.
-            "-DHORO_LITE_PORTABLE=0",
+            "-DHORO_LITE_COMPILED=",
             f"-DHORO_LITE_CUDA={os.environ.get('HORO_LITE_CUDA', '1')}",
             f"-DHORO_LITE_CUDA_ARCHITECTURES={os.environ.get('HORO_LITE_CUDA_ARCHITECTURES', '')}",
             f"-DHORO_LITE_CUDA_WHEELS={wheels}",
