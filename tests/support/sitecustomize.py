@@ -4,22 +4,28 @@ Python runs this file as it starts, if this folder is on PYTHONPATH. Every optim
 imports the compiler (and with it SymPy: 1.7 s of CPU) only to mark functions that it must not
 compile. It is executed only if something else of it is used.
 
+The garbage collector leaves alone what a framework's import creates, which stays until the process
+ends: looking through it, again and again, takes a third of the time of PyTorch's import and end.
+
 Ranks may also be spared packages that are optional: HORO_LITE_TEST_WITHOUT names those that cannot
 be imported, as if they were not installed.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
 COMPILER = "torch._dynamo"
+LARGE = ("jax", "keras", "numpy", "torch")
 WITHOUT = os.environ.get("HORO_LITE_TEST_WITHOUT", "").split()
 
 
@@ -30,6 +36,18 @@ def disable(function: Callable[..., Any] | None = None, *_: object, **__: object
 
 def graph_break(*_: object, **__: object) -> None:
     """Do nothing: outside of compiled functions, neither does the compiler's."""
+
+
+def execute_uncollected(loader: Loader, module: ModuleType) -> None:
+    """Execute a module, and exclude from garbage collection what there is then."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        type(loader).exec_module(loader, module)
+    finally:
+        if was_enabled:
+            gc.freeze()
+            gc.enable()
 
 
 class Postponed(ModuleType):
@@ -60,6 +78,10 @@ class Finder(MetaPathFinder, Loader):
             raise ModuleNotFoundError(f"No module named {fullname!r}", name=fullname)
         if fullname == COMPILER and (spec := PathFinder.find_spec(fullname, path, target)):
             spec.loader = self
+            return spec
+        if fullname in LARGE and (spec := PathFinder.find_spec(fullname, path, target)):
+            assert spec.loader
+            spec.loader.exec_module = partial(execute_uncollected, spec.loader)  # type: ignore[method-assign]
             return spec
         if fullname.startswith(COMPILER + "."):
             sys.modules[COMPILER].execute()

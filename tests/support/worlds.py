@@ -298,6 +298,7 @@ def _answer(call: _Call) -> tuple[object, str]:
                 hvd.shutdown()
             after = _state()
             until = time.monotonic() + 2
+            gc.unfreeze()  # what a function had when it imported a framework: sitecustomize.py
             while after != before and time.monotonic() < until:  # a thread may be about to end
                 gc.collect()
                 time.sleep(0.05)
