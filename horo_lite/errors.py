@@ -7,8 +7,10 @@ import sys
 import warnings
 from collections import deque
 from collections.abc import Sequence
+from types import FrameType
 
 _PACKAGE = os.path.dirname(__file__) + os.sep
+_FRAMEWORKS = "torch", "tensorflow", "keras", "tf_keras"  # which call functions of this package
 
 
 class HoroLiteError(RuntimeError):
@@ -146,8 +148,16 @@ def say(text: str) -> None:
 
 
 def warn(text: str, category: type[Warning] = RuntimeWarning) -> None:
-    """Issue a warning at the line of the program that called this package."""
+    """Issue a warning at the line of the program that called this package.
+
+    Between them may be a framework's own frames, such as those of torch's backward().
+    """
     frame, level = sys._getframe(1), 2
-    while frame.f_code.co_filename.startswith(_PACKAGE) and frame.f_back is not None:
+    while _is_inside(frame) and frame.f_back is not None:
         frame, level = frame.f_back, level + 1
     warnings.warn(f"horo_lite: {text}", category, stacklevel=level)
+
+
+def _is_inside(frame: FrameType) -> bool:
+    module = str(frame.f_globals.get("__name__"))
+    return frame.f_code.co_filename.startswith(_PACKAGE) or module.split(".")[0] in _FRAMEWORKS

@@ -189,13 +189,15 @@ def bucket_bytes(given: int | None = None) -> int | None:
     return _whole("bucket_bytes", given, 1, "a bucket has a whole number of bytes, at least 1")
 
 
-def check_every(given: int | None = None) -> int:
+def check_every(given: int | None = None) -> int | None:
     """Return the steps between comparisons of parameters: the argument's, or the variable's.
+
+    0 means never, and None once, before the first exchange.
 
     Raises:
         ValueError: It is not a whole number of at least 0.
     """
-    return _whole("check_every", given, 0, "a whole number of steps, or 0 for never") or 0
+    return _whole("check_every", given, 0, "a whole number of steps, or 0 for never")
 
 
 def nccl_timeout_s() -> float:
@@ -313,8 +315,8 @@ VARIABLES = (
         ("HORO_LITE_CHECK_EVERY",),
         "`DistributedOptimizer(check_every=)`",
         "number of steps between comparisons of the ranks' parameters; `on_drift=` "
-        "selects the reaction",
-        "`0`: never",
+        "selects the reaction; `0`: never",
+        "once, before the first exchange, with a warning",
     ),
     Variable(
         ("HORO_LITE_CHECKPOINT",),

@@ -21,9 +21,8 @@ from horo_lite import _native, ops
 from horo_lite._native import Tensors
 from horo_lite.adapters import adapter_of, to_host
 from horo_lite.adapters.object import is_array, join
-from horo_lite.collectives.arrays import copy_of, gpu_of
 from horo_lite.collectives.calls import Call, Compare, Finish, Part
-from horo_lite.errors import DriftError, ranks_in_words, warn
+from horo_lite.errors import DriftError, MismatchError, ranks_in_words, warn
 from horo_lite.state.broadcast import (
     NOT_ARRAYS,
     broadcast_optimizer_state,
@@ -32,6 +31,7 @@ from horo_lite.state.broadcast import (
     is_writable,
     opened,
 )
+from horo_lite.state.hashes import Readable
 from horo_lite.state.optimizer_state import OptimizerState, in_host_memory
 from horo_lite.state.trees import NUMBERS, Node, Tree
 from horo_lite.transports.agreement import allgather_bytes
@@ -164,14 +164,9 @@ def compare(
                     'cannot be written: use "raise" or "warn", and broadcast_parameters()'
                 )
     replica = _Replica(group, [name for name, _ in named], values)
-    text = "\n".join([_Find.kind, f"on_drift={on_drift!r}", *replica.lines()])
-    mine = Part(number=replica.hash_of_all(), weight=step or 0)
-    with group.uninterrupted():
-        headers = group.run(Compare(_Find.kind, text, needs_all), mine)
-        hashes = {header.count for header in headers}
-        if len(hashes) == 1 or Compare.JOINED in hashes:
-            return True
-        found = group.run(_Find(step=int(max(header.weight for header in headers))), replica)
+    found = _found(replica, group, f"on_drift={on_drift!r}", step or 0, needs_all)
+    if found is None:
+        return True
     text = f"the replicas differ{found.text} {ADVICE}"
     if on_drift == "raise":
         raise DriftError(text)
@@ -184,6 +179,20 @@ def compare(
     if group.rank == 0:
         warn(text)
     return False
+
+
+def differences(named: Sequence[tuple[str, Any]], group: Group, label: str) -> str | None:
+    """Return a message if these parameters differ between the ranks; None if they do not.
+
+    Collective, before the exchange of that label. Nobody asked for it, so it raises no error, and
+    compares nothing while ranks wait in join().
+    """
+    replica = _Replica(group, [name for name, _ in named], [value for _, value in named])
+    try:
+        found = _found(replica, group, f"before {label}", 0, needs_all=False)
+    except MismatchError as error:  # of shapes, though those of the gradients agree
+        return str(error)
+    return found and f"the replicas differ before the exchange of {label}{found.text} {ADVICE}"
 
 
 class DriftCheck:
@@ -222,6 +231,17 @@ class _Found(NamedTuple):
     of_source: int
 
 
+def _found(replica: _Replica, group: Group, how: str, step: int, needs_all: bool) -> _Found | None:
+    text = "\n".join([_Find.kind, how, *replica.lines()])
+    mine = Part(number=replica.hash_of_all(), weight=step)
+    with group.uninterrupted():
+        headers = group.run(Compare(_Find.kind, text, needs_all), mine)
+        hashes = {header.count for header in headers}
+        if len(hashes) == 1 or Compare.JOINED in hashes:
+            return None
+        return group.run(_Find(step=int(max(header.weight for header in headers))), replica)
+
+
 @dataclass(frozen=True)
 class _Find(Call[_Found]):
     """Find out what differs between the ranks' replicas."""
@@ -241,12 +261,11 @@ class _Replica(Part):
 
     def __init__(self, group: Group, names: Sequence[str], values: Sequence[Any]) -> None:
         super().__init__()
-        self._group = group
         self._names = names
         self._values = values
-        self._staging: _native.Staging | None = None
+        self._readable = Readable(group)
         self._specs = [_spec(value) for value in values]
-        self._hashes = self._hash_all()
+        self._hashes = self._readable.hashes(values)
 
     def lines(self) -> list[str]:
         """Return each array's name, dtype and shape."""
@@ -279,7 +298,7 @@ class _Replica(Part):
 
     def _how_far(self, transport: Transport, first: int, source: int) -> str:
         """Describe how far the first differing array of each rank is from that of `source`."""
-        mine = self._plain(self._values[first])
+        mine = self._readable.plain(self._values[first])
         theirs = np.empty(mine.nbytes, np.uint8)
         is_source = transport.rank == source
         transport.host.broadcast(mine if is_source else Tensors([theirs]), source)
@@ -306,38 +325,6 @@ class _Replica(Part):
         size = f" (largest element {magnitude:.3g}{_non_finite(*in_source)})" if is_number else ""
         off = f"{'; '.join(told[:4])}{more}"
         return f"Against rank {transport.ranks[source]}'s{size} it is off: {off}."
-
-    # Arrays in a form that the core can read.
-
-    def _hash_all(self) -> NDArray[np.uint64]:
-        try:
-            hashes = _native.fingerprints(Tensors(self._values, writable=False))
-        except (TypeError, ValueError, BufferError):  # some need a copy: process them one by one
-            hashes = [_native.fingerprints(self._plain(value))[0] for value in self._values]
-        return np.array(hashes, np.uint64)
-
-    def _plain(self, value: Any) -> Tensors:
-        """Return the array in host memory, in C order; as bytes if the core lacks its dtype."""
-        if gpu_of(value) is not None:
-            return self._downloaded(value)
-        try:
-            tensors = Tensors([value], writable=False)
-            if not tensors.layout and not tensors.strided:
-                return tensors
-            return Tensors([copy_of(value)])
-        except (TypeError, BufferError):
-            if isinstance(value, (np.ndarray, np.generic)):
-                return Tensors([np.array(value, order="C").reshape(-1).view(np.uint8)])
-            return Tensors([value.contiguous().reshape(-1).view(sys.modules["torch"].uint8)])
-
-    def _downloaded(self, value: Any) -> Tensors:
-        """Copy an array from a GPU into host memory, which the next call overwrites."""
-        memory = self._group.rows(value)
-        assert memory.stream is not None
-        memory.begin()
-        if self._staging is None:
-            self._staging = _native.Staging(memory.stream.queue)
-        return self._staging.download(memory.tensors, 0, 1)
 
 
 # The values to compare.

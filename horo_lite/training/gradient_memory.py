@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from horo_lite._native import Tensors, count_non_finite
+from horo_lite._native import Tensors, count_non_finite, difference, fingerprints
 from horo_lite.adapters.object import NO_ORDER, Named
 from horo_lite.collectives.arrays import HOST, copy_of
+from horo_lite.errors import ranks_in_words
+from horo_lite.state.hashes import Readable
+from horo_lite.training.plan import hash63
 
 if TYPE_CHECKING:
     from horo_lite.adapters import Adapter
+    from horo_lite.collectives.group import Group
 
 
 def tensors_of(arrays: Sequence[Any]) -> Tensors:
@@ -94,6 +98,46 @@ class Finding(NamedTuple):
     n_nan: int
     n_inf: int
     n_tensors: int
+
+
+def hash_of(gradients: Sequence[Any], group: Group) -> int:
+    """Return a hash of the gradients' bits, which differs between ranks with different samples.
+
+    It is 0 if nothing depends on the samples: gradients of zeros, or of NaN only, are left out.
+    """
+    readable = Readable(group)
+    seen: list[int] = []
+    for i, gradient in enumerate(gradients):
+        if gradient is None:
+            continue
+        tensors = readable.plain(gradient)
+        _, _, largest = difference(tensors, tensors)
+        if largest > 0:
+            seen += i, *fingerprints(tensors)
+    return hash63(repr(seen)) if seen else 0
+
+
+def same_samples(of_ranks: Mapping[int, int], label: str) -> str | None:
+    """Return a message about ranks with the same gradients in their first step, or None.
+
+    Args:
+        of_ranks: What `hash_of` has returned on each rank.
+        label: What was exchanged.
+    """
+    ranks_with: dict[int, list[int]] = {}
+    for rank, found in of_ranks.items():
+        ranks_with.setdefault(found, []).append(rank)
+    sides = [ranks_in_words(ranks) for found, ranks in ranks_with.items() if found and ranks[1:]]
+    if not sides:
+        return None
+    return (
+        f"before they are averaged, all gradients are the same, bit for bit, on "
+        f"{', and on '.join(sides)} ({label}). Probably these ranks read the same samples, and "
+        "train no faster than one of them: give each rank its own, with DistributedSampler, "
+        "partition_dataset or data[rank()::size()], and not by local_rank(), which repeats on "
+        "every host. Or something else, such as DistributedDataParallel, has averaged these "
+        "gradients already."
+    )
 
 
 def find_non_finite(named: Named, known: Finding | None) -> Finding | None:

@@ -62,9 +62,10 @@ class DistributedOptimizer(Wrapper):
             HORO_LITE_BUCKET_BYTES, or 25 MiB. Results do not depend on it.
         group: the ranks; by default all.
         check_every: how many steps to take between comparisons of the ranks' parameters; if they
-            differ, `on_drift` says what to do: see `check_in_sync`. By default
-            HORO_LITE_CHECK_EVERY, or 0: never, because a comparison reads all parameters (7 ms for
-            100 MB).
+            differ, `on_drift` says what to do: see `check_in_sync`. A comparison reads all
+            parameters (7 ms for 100 MB). By default HORO_LITE_CHECK_EVERY; if that is not set, they
+            are compared only once, before the first exchange, and rank 0 warns if they differ, or
+            if ranks have the same gradients, as from the same samples. 0 turns this off, too.
         check_finite: "raise" or "warn" if a rank's own gradient, before it is averaged, contains
             NaN or inf: a NonFiniteError before the step, on every rank, or a RuntimeWarning on
             rank 0, with the rank, the tensor and the number of elements. Of several tensors, it

@@ -208,6 +208,8 @@ class Options:
             "bucket_bytes": self.bucket_bytes,
             "passes": self.backward_passes_per_step,
             "check_finite": self.check_finite,
+            # Ranks that combine their steps exchange only after the first one.
+            "checks_start": self.check_every != 0 and not self.combines_steps,
         }
         return Reducer(self.ranks if group is None else group, adapter, named, **(given | other))
 

@@ -33,12 +33,15 @@ from horo_lite.collectives.reductions import (
 )
 from horo_lite.errors import MismatchError, NonFiniteError, PeerLostError, StallError, warn
 from horo_lite.recording import recorder
+from horo_lite.state import drift
 from horo_lite.training.gradient_memory import (
     Finding,
     Gradients,
     find_non_finite,
     gradients_of,
+    hash_of,
     in_words,
+    same_samples,
     tensors_of,
 )
 from horo_lite.training.hyperparameters import Hyperparameters, difference, digest
@@ -119,6 +122,7 @@ class Common(NamedTuple):
     notes: dict[int, Any]  # by rank in the world
     findings: dict[int, Finding | None]
     all_are_here: bool  # no rank has joined
+    warnings: Sequence[str] = ()  # about what the ranks begin with
 
 
 class AgreedPlan(NamedTuple):
@@ -188,6 +192,9 @@ class Reducer:
 
     With `check_finite`, "raise" or "warn", `finish()` reports gradients that were not finite on
     some rank before the exchange, on all ranks, after everything has been exchanged.
+
+    With `checks_start`, the first exchange of a numbered optimizer compares the ranks' parameters
+    and gradients, and warns if the former differ or the latter are the same.
     """
 
     def __init__(
@@ -206,6 +213,7 @@ class Reducer:
         postscale_factor: float = 1.0,
         options: Sequence[tuple[str, str]] = (),
         check_finite: str | None = None,
+        checks_start: bool = False,
         title: str | None = None,
         feeds_back: bool = True,
     ) -> None:
@@ -244,6 +252,7 @@ class Reducer:
             **dict(options),
         }
         self._check_finite = check_finite
+        self._checks_start = checks_start
         self.shared: SharedMemory | None = None  # gradients in it are reduced in place
         # By parameter, and rank, the elements that the rank needs; None: all ranks need all.
         self.division: Sequence[Sequence[tuple[int, int]]] | None = None
@@ -411,6 +420,8 @@ class Reducer:
         if self._trials is not None:
             self._try_next(self._trials, common.all_are_here)
         label, self._attempt = self._label, 1
+        for text in common.warnings if self.group.rank == 0 else ():
+            warn(text)
         if any(common.findings.values()):
             self._report(common.findings, label)
         return common
@@ -436,8 +447,11 @@ class Reducer:
         arrays, copied = own.arrays, own.copied
         if self._compares_later() and self._follow(mine, arrays, copied):
             return Common(mine, 0, dict.fromkeys(self.group.transport.ranks, note), {}, True)
+        is_first = not (self._title or self.number)
         common = self._agree(self._offer(mine, note, numbers))
         plan, n_begun = common.plan, common.n_begun
+        if is_first and self._checks_start and not n_begun:
+            common = common._replace(warnings=self._check_start(plan, arrays))
         if plan is not mine:
             self._fill(plan, arrays, copied)
         rest, handles = plan.travelling, self._step.handles
@@ -587,6 +601,28 @@ class Reducer:
             raise NonFiniteError(text)
         if self.group.rank == 0:
             warn(text)
+
+    # What the ranks begin with.
+
+    def _check_start(self, plan: Plan, arrays: Sequence[Any]) -> list[str]:
+        """Return warnings if the ranks' parameters differ, or their gradients do not. Collective.
+
+        Whatever a script has forgotten, to broadcast parameters or to distribute samples, it would
+        raise no error.
+        """
+        named: list[tuple[str, Any]] = []
+        for (name, parameter), present in zip(self._parameters, plan.present, strict=True):
+            with suppress(TypeError, AttributeError):  # an adapter that knows gradients only
+                if present and (value := self._adapter.value(parameter)) is not None:
+                    named.append((name, value))
+        differing = drift.differences(named, self.group, self._label)
+        call = Compare(f"samples for {self._what}", needs_all=False)
+        headers = self.group.run(call, Part(number=hash_of(arrays, self.group)))
+        counts = zip(self.group.transport.ranks, [h.count for h in headers], strict=True)
+        here = {rank: count for rank, count in counts if count != Compare.JOINED}
+        off = "HORO_LITE_CHECK_EVERY=0 turns this comparison off."
+        texts = (differing, same_samples(here, self._label))
+        return [f"{text} {off}" for text in texts if text]
 
     def reset_unless_finite(self, results: Sequence[Any]) -> None:
         """Forget what a compressor keeps of a step that overflowed, which the caller will skip.

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from launch import RanksFailedError, run_ranks, run_threads
+from launch import RanksFailedError, run_and_hear, run_ranks, run_threads
 
 import horo_lite as hvd
 from horo_lite import _native, ops
@@ -167,15 +167,6 @@ def check(change: Callable[[int, dict[str, Any]], None], **options: Any) -> Call
         return result, mine
 
     return run
-
-
-def run_and_hear(n: int, fn: Any) -> tuple[list[Any], list[str]]:
-    """Return each rank's result, and the warnings of all."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        results = run_threads(n, fn)
-    assert all(one.category is RuntimeWarning for one in caught)
-    return results, [str(one.message) for one in caught]
 
 
 def test_equal_replicas_are_in_sync_whatever_their_layout() -> None:

@@ -23,6 +23,7 @@ import threading
 import time
 import traceback
 import uuid
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -490,3 +491,12 @@ def run_threads(
     if said:
         raise RanksFailedError("\n".join(said), errors)
     return [results[rank] for rank in range(n)]
+
+
+def run_and_hear(n: int, fn: Callable[[Group], T]) -> tuple[list[T], list[str]]:
+    """Return each rank's result, and the warnings of all."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        results = run_threads(n, fn)
+    assert all(one.category is RuntimeWarning for one in caught)
+    return results, [str(one.message) for one in caught]

@@ -1,0 +1,60 @@
+"""What is said of torch's parameters and gradients at the first exchange, and at which line."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from launch import run_and_hear, run_threads
+
+torch = pytest.importorskip("torch")
+
+from horo_lite.collectives.group import Group  # noqa: E402
+from horo_lite.horovod.reductions import Adasum  # noqa: E402
+from horo_lite.torch.optimizer import DistributedOptimizer  # noqa: E402
+
+
+def training(
+    samples: list[int], dtype: Any = torch.float32, **options: Any
+) -> Callable[[Group], None]:
+    """Return a rank's program: `samples[rank]` is the seed of its samples."""
+
+    def run(group: Group) -> None:
+        net = torch.nn.Linear(4, 3, bias=False)
+        weight = torch.full((4, 3), 0.5, dtype=dtype).t()  # not contiguous
+        net.weight = torch.nn.Parameter(weight)
+        inner = torch.optim.SGD(net.parameters(), 0.1)
+        optimizer = DistributedOptimizer(
+            inner, net.named_parameters(), process_set=group, **options
+        )
+        for step in range(2):
+            optimizer.zero_grad()
+            rng = torch.Generator().manual_seed(samples[group.rank] + 100 * step)
+            net(torch.randn(6, 4, generator=rng).to(dtype)).square().sum().backward()
+            optimizer.step()
+
+    return run
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_same_samples_are_found_in_every_dtype(dtype: Any) -> None:
+    assert run_and_hear(3, training([0, 1, 2], dtype))[1] == []
+    (text,) = run_and_hear(3, training([1, 0, 1], dtype))[1]
+    assert "on ranks 0 and 2 (gradients of optimizer 1, step 1)" in text
+
+
+def test_ranks_that_take_steps_of_their_own_first_are_not_compared() -> None:
+    assert run_and_hear(2, training([0, 1], op=Adasum))[1] == []
+
+
+def test_a_warning_is_at_the_line_that_called_backward() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_threads(2, training([0, 0]))
+    (warning,) = caught
+    lines, first = inspect.getsourcelines(training)
+    assert warning.filename == __file__
+    assert "backward()" in lines[warning.lineno - first]
