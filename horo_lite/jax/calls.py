@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeVar
 
@@ -14,14 +14,16 @@ import numpy as np
 from horo_lite import ops
 from horo_lite.adapters.jax import MEMORY
 from horo_lite.collectives.arrays import Memory
-from horo_lite.collectives.calls import AllGatherInPlace, Part
+from horo_lite.collectives.calls import AllGatherInPlace, Compare, Part
 from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.group import Group
 from horo_lite.collectives.handle import Handle
 from horo_lite.collectives.reductions import AllReduce, Average, Op, Sum
 from horo_lite.context import on_ended, on_ending, on_renewed
-from horo_lite.errors import raised_in_graphs
+from horo_lite.errors import raised_in_graphs, warn
 from horo_lite.jax.primitive import bind, complete
+from horo_lite.training.gradient_memory import compare_samples, hash_of
+from horo_lite.transports.interface import Header
 
 Array = Any  # jax.Array, traced or not; a NumPy array where stated
 C = TypeVar("C", bound="Call")
@@ -81,6 +83,10 @@ class Call(ABC):
     def start(self, xs: list[Any], name: str) -> Handle:
         """Submit the operation on NumPy arrays under that name."""
 
+    def execute(self, xs: Sequence[Any], name: str) -> Any:
+        """Submit the operation on NumPy arrays under that name, and wait for it."""
+        return self.ranks().synchronize(self.start(list(xs), name), beside=True)
+
     def results(self, xs: Sequence[Any]) -> list[Any]:
         """Return the results' shapes and dtypes, given those of `xs`."""
         return list(xs)
@@ -104,8 +110,7 @@ class Call(ABC):
                     f"{self.title(0)}: the function was compiled for rank {rank} of {size}, but "
                     f"this is rank {group.rank} of {group.size}: compile it again"
                 )
-            handle = self.start(list(xs), f"{self.name}, {number}" if self.name else number)
-            result = group.synchronize(handle, beside=True)
+            result = self.execute(xs, f"{self.name}, {number}" if self.name else number)
         except BaseException as error:
             raised_in_graphs.append(error)
             raise
@@ -122,6 +127,7 @@ class Allreduce(Call):
     postscale_factor: float = 1.0
     names: tuple[str, ...] = ()  # of the arrays
     weighted: bool = False  # the last input is the weight
+    checks_start: bool = False  # warn if ranks have the same gradients in the first call
 
     in_place = True
     elementwise = True
@@ -137,13 +143,56 @@ class Allreduce(Call):
 
     def eagerly(self, xs: Sequence[Array]) -> list[Array]:
         arrays, options = self._given(xs)
-        return ops.grouped_allreduce(arrays, self.op, name=self.name, **options, group=self.ranks())
+        group = self.ranks()
+        mine = self._hash_if_first(arrays)
+        averages = ops.grouped_allreduce(arrays, self.op, name=self.name, **options, group=group)
+        self._compare_samples(mine, self.name or "")
+        return averages
 
     def start(self, xs: list[Any], name: str) -> Handle:
         arrays, options = self._given(xs)
         return ops.grouped_allreduce_async_(
             arrays, self.op, name=name, **options, group=self.ranks()
         )
+
+    def execute(self, xs: Sequence[Any], name: str) -> Any:
+        group = self.ranks()
+
+        def run(call: Compare, part: Part) -> list[Header]:
+            headers: list[Header] = group.synchronize(group.submit(call, part), beside=True)
+            return headers
+
+        mine = self._hash_if_first(self._given(xs)[0])
+        result = super().execute(xs, name)
+        self._compare_samples(mine, name, run)
+        return result
+
+    def _hash_if_first(self, gradients: Sequence[Array]) -> int | None:
+        """Return their hash, before the first exchange of gradients with these names."""
+        group = self.ranks()
+        if not self.checks_start or group.size == 1 or self.names in self._compared(group):
+            return None
+        return hash_of(gradients, group)
+
+    def _compare_samples(
+        self,
+        mine: int | None,
+        label: str,
+        run: Callable[[Compare, Part], list[Header]] | None = None,
+    ) -> None:
+        """Warn if ranks have the same hash; after the exchange, whose names are alike."""
+        group = self.ranks()
+        if mine is None:
+            return
+        self._compared(group).add(self.names)
+        text = compare_samples(mine, group, label, run)
+        if text is not None and group.rank == 0:
+            warn(text)
+
+    @staticmethod
+    def _compared(group: Group) -> set[tuple[str, ...]]:
+        names: set[tuple[str, ...]] = group.kept.setdefault(Allreduce, set())
+        return names
 
     def check(self, dtypes: Sequence[Any]) -> None:
         arrays = Memory([np.empty(0, dtype) for dtype in dtypes], fresh=True)

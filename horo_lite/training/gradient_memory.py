@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -10,6 +10,7 @@ import numpy as np
 from horo_lite._native import Tensors, count_non_finite, difference, fingerprints
 from horo_lite.adapters.object import NO_ORDER, Named
 from horo_lite.collectives.arrays import HOST, copy_of
+from horo_lite.collectives.calls import Compare, Part
 from horo_lite.errors import ranks_in_words
 from horo_lite.state.hashes import Readable
 from horo_lite.training.plan import hash63
@@ -17,6 +18,7 @@ from horo_lite.training.plan import hash63
 if TYPE_CHECKING:
     from horo_lite.adapters import Adapter
     from horo_lite.collectives.group import Group
+    from horo_lite.transports.interface import Header
 
 
 def tensors_of(arrays: Sequence[Any]) -> Tensors:
@@ -100,6 +102,42 @@ class Finding(NamedTuple):
     n_tensors: int
 
 
+OFF = "HORO_LITE_CHECK_EVERY=0 turns this comparison off."
+
+
+def compare_samples(
+    mine: int,
+    group: Group,
+    label: str,
+    run: Callable[[Compare, Part], list[Header]] | None = None,
+) -> str | None:
+    """Return a message if ranks have the same gradients, as from the same samples. Collective.
+
+    Args:
+        mine: What `hash_of` has returned for this rank's gradients before they were averaged.
+        group: The ranks.
+        label: What was exchanged, the same on every rank.
+        run: Performs the comparison; by default that of the group.
+    """
+    call = Compare(f"samples of {label}", needs_all=False)
+    headers = (run or group.run)(call, Part(number=mine))
+    ranks_with: dict[int, list[int]] = {}
+    for rank, header in zip(group.transport.ranks, headers, strict=True):
+        ranks_with.setdefault(header.count, []).append(rank)
+    unknown = (0, Compare.JOINED)
+    same = [ranks for found, ranks in ranks_with.items() if ranks[1:] and found not in unknown]
+    if not same:
+        return None
+    return (
+        "before they are averaged, all gradients are the same, bit for bit, on "
+        f"{', and on '.join(map(ranks_in_words, same))} ({label}). Probably these ranks read the "
+        "same samples, and train no faster than one of them: give each rank its own, with "
+        "DistributedSampler, partition_dataset or data[rank()::size()], and not by local_rank(), "
+        "which repeats on every host. Or something else, such as DistributedDataParallel, has "
+        f"averaged these gradients already. {OFF}"
+    )
+
+
 def hash_of(gradients: Sequence[Any], group: Group) -> int:
     """Return a hash of the gradients' bits, which differs between ranks with different samples.
 
@@ -115,29 +153,6 @@ def hash_of(gradients: Sequence[Any], group: Group) -> int:
         if largest > 0:
             seen += i, *fingerprints(tensors)
     return hash63(repr(seen)) if seen else 0
-
-
-def same_samples(of_ranks: Mapping[int, int], label: str) -> str | None:
-    """Return a message about ranks with the same gradients in their first step, or None.
-
-    Args:
-        of_ranks: What `hash_of` has returned on each rank.
-        label: What was exchanged.
-    """
-    ranks_with: dict[int, list[int]] = {}
-    for rank, found in of_ranks.items():
-        ranks_with.setdefault(found, []).append(rank)
-    sides = [ranks_in_words(ranks) for found, ranks in ranks_with.items() if found and ranks[1:]]
-    if not sides:
-        return None
-    return (
-        f"before they are averaged, all gradients are the same, bit for bit, on "
-        f"{', and on '.join(sides)} ({label}). Probably these ranks read the same samples, and "
-        "train no faster than one of them: give each rank its own, with DistributedSampler, "
-        "partition_dataset or data[rank()::size()], and not by local_rank(), which repeats on "
-        "every host. Or something else, such as DistributedDataParallel, has averaged these "
-        "gradients already."
-    )
 
 
 def find_non_finite(named: Named, known: Finding | None) -> Finding | None:

@@ -35,13 +35,14 @@ from horo_lite.errors import MismatchError, NonFiniteError, PeerLostError, Stall
 from horo_lite.recording import recorder
 from horo_lite.state import drift
 from horo_lite.training.gradient_memory import (
+    OFF,
     Finding,
     Gradients,
+    compare_samples,
     find_non_finite,
     gradients_of,
     hash_of,
     in_words,
-    same_samples,
     tensors_of,
 )
 from horo_lite.training.hyperparameters import Hyperparameters, difference, digest
@@ -193,8 +194,8 @@ class Reducer:
     With `check_finite`, "raise" or "warn", `finish()` reports gradients that were not finite on
     some rank before the exchange, on all ranks, after everything has been exchanged.
 
-    With `checks_start`, the first exchange of a numbered optimizer compares the ranks' parameters
-    and gradients, and warns if the former differ or the latter are the same.
+    With `checks_start`, the first exchange compares the ranks' parameters and gradients, and rank 0
+    warns if the former differ or the latter are the same.
     """
 
     def __init__(
@@ -252,7 +253,7 @@ class Reducer:
             **dict(options),
         }
         self._check_finite = check_finite
-        self._checks_start = checks_start
+        self._checks_start = self._is_first = checks_start
         self.shared: SharedMemory | None = None  # gradients in it are reduced in place
         # By parameter, and rank, the elements that the rank needs; None: all ranks need all.
         self.division: Sequence[Sequence[tuple[int, int]]] | None = None
@@ -303,6 +304,7 @@ class Reducer:
     def reset_counts(self) -> None:
         """Restart: ranks that had joined are back, and know neither the plan nor the numbers."""
         self._agreed = None
+        self._is_first = self._checks_start
         self.number = 0
         self._attempt = 1
         self._compression.reset()
@@ -447,11 +449,11 @@ class Reducer:
         arrays, copied = own.arrays, own.copied
         if self._compares_later() and self._follow(mine, arrays, copied):
             return Common(mine, 0, dict.fromkeys(self.group.transport.ranks, note), {}, True)
-        is_first = not (self._title or self.number)
         common = self._agree(self._offer(mine, note, numbers))
         plan, n_begun = common.plan, common.n_begun
-        if is_first and self._checks_start and not n_begun:
+        if self._is_first and not n_begun:
             common = common._replace(warnings=self._check_start(plan, arrays))
+        self._is_first = False
         if plan is not mine:
             self._fill(plan, arrays, copied)
         rest, handles = plan.travelling, self._step.handles
@@ -615,14 +617,9 @@ class Reducer:
             with suppress(TypeError, AttributeError):  # an adapter that knows gradients only
                 if present and (value := self._adapter.value(parameter)) is not None:
                     named.append((name, value))
-        differing = drift.differences(named, self.group, self._label)
-        call = Compare(f"samples for {self._what}", needs_all=False)
-        headers = self.group.run(call, Part(number=hash_of(arrays, self.group)))
-        counts = zip(self.group.transport.ranks, [h.count for h in headers], strict=True)
-        here = {rank: count for rank, count in counts if count != Compare.JOINED}
-        off = "HORO_LITE_CHECK_EVERY=0 turns this comparison off."
-        texts = (differing, same_samples(here, self._label))
-        return [f"{text} {off}" for text in texts if text]
+        differing = drift.differences(named, self.group, self._label) if named else None
+        same = compare_samples(hash_of(arrays, self.group), self.group, self._label)
+        return [text for text in (differing and f"{differing} {OFF}", same) if text]
 
     def reset_unless_finite(self, results: Sequence[Any]) -> None:
         """Forget what a compressor keeps of a step that overflowed, which the caller will skip.

@@ -147,6 +147,18 @@ tiny = jax.jit(lambda x: hvd.allreduce(x, hvd.Sum, compression=hvd.Compression.f
     jnp.float32([1e-9, 3e-9]) * (rank + 1)
 )
 assert np.allclose(tiny, np.float32([1e-9, 3e-9]) * sum(range(1, size + 1)), rtol=1e-3)
+
+import warnings
+
+# Ranks with the same gradients are told so at the first exchange, of these gradients.
+for compiled in (True, False):
+    average = jax.jit(hvd.average_gradients) if compiled else hvd.average_gradients
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for who, value in (("own", rank + 1.0), ("same", 5.0), ("same", 6.0)):
+            jax.block_until_ready(average({f"{who} {compiled}": jnp.full(3, value)}))
+    texts = [str(one.message) for one in caught if "all gradients are the same" in str(one.message)]
+    assert len(texts) == (rank == 0), texts
 """,
         np,
         way,

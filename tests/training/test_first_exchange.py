@@ -12,7 +12,7 @@ from launch import run_and_hear, run_threads
 
 import horo_lite as hvd
 from horo_lite.collectives.group import Group
-from horo_lite.training import reducer
+from horo_lite.training import gradient_memory
 from horo_lite.training.gradient_memory import hash_of
 
 OFF = " HORO_LITE_CHECK_EVERY=0 turns this comparison off."
@@ -127,13 +127,17 @@ def test_it_can_be_turned_off(off: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert not warned
 
 
-def test_only_gradients_of_optimizers_are_compared() -> None:
-    """Other things that are averaged may well be the same."""
-
+def test_gradients_without_an_optimizer_are_compared_too() -> None:
     def run(group: Group) -> None:
-        hvd.average_gradients({"accuracy": np.ones(3)}, group=group)
+        for step in range(3):
+            w, b = gradients(0 if step == 2 else group.rank)
+            hvd.average_gradients({"w": w, "b": b}, group=group)
+            hvd.average_gradients({"b": b}, group=group)  # other ones
+            hvd.average_gradients({"v": gradients(0)[0]}, name="discriminator", group=group)
+            hvd.allreduce(np.ones(3), group=group)  # which may well be the same
 
-    assert run_and_hear(2, run)[1] == []
+    (text,) = run_and_hear(2, run)[1]
+    assert "on ranks 0 and 1 (average_gradients 'discriminator')" in text
 
 
 def test_later_steps_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +147,7 @@ def test_later_steps_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append(group.rank)
         return hash_of(gradients, group)
 
-    monkeypatch.setattr(reducer, "hash_of", counted)
+    monkeypatch.setattr(gradient_memory, "hash_of", counted)
     run_threads(2, training(own))
     assert sorted(seen) == [0, 1]
 
