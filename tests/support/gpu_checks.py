@@ -26,10 +26,12 @@ from horo_lite import ops
 from horo_lite.adapters.object import Adapter
 from horo_lite.collectives.group import Group
 from horo_lite.collectives.reductions import Average, Max, Min, Product, Sum
+from horo_lite.training.gradient_memory import hash_of
 from horo_lite.training.reducer import Reducer
 
 DEVICE = 0
 WHOLE = ["int8", "uint8", "int16", "int32", "uint32", "int64", "uint64", "bool"]
+
 DTYPES = ["float32", "float64", "float16", "bfloat16", *WHOLE]
 
 
@@ -458,6 +460,11 @@ def check_drift(group: Group) -> None:
     assert hvd.check_in_sync(params, group=group)
     if size == 1:
         return  # no other rank to drift from
+    ours = [np.full((3, 4), 1.5 + group.rank, np.float32), np.zeros(5, np.float32)]
+    there = [on_gpu(x, np.float32) for x in ours]
+    assert hash_of(there, group) == hash_of(ours, group) != 0
+    assert hash_of(there[:1], group) != hash_of([there[0][:, ::2]], group)
+    assert hash_of([None, there[1]], group) == 0
     params[1].fill([1, 1, 1, 1 + group.rank // odd, 1])
     with pytest.raises(hvd.DriftError) as caught:
         hvd.check_in_sync(params, group=group)
