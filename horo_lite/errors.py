@@ -10,13 +10,8 @@ from collections.abc import Sequence
 from types import FrameType
 
 _PACKAGE = os.path.dirname(__file__) + os.sep
-_FRAMEWORKS = (
-    "torch",
-    "tensorflow",
-    "keras",
-    "tf_keras",
-    "jax",
-)  # which call functions of this package
+# Their functions call those of this package.
+_FRAMEWORKS = "torch", "tensorflow", "keras", "tf_keras", "jax"
 
 
 class HoroLiteError(RuntimeError):

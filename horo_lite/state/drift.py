@@ -164,7 +164,7 @@ def compare(
                     'cannot be written: use "raise" or "warn", and broadcast_parameters()'
                 )
     replica = _Replica(group, [name for name, _ in named], values)
-    found = _found(replica, group, f"on_drift={on_drift!r}", step or 0, needs_all)
+    found = _find(replica, group, f"on_drift={on_drift!r}", step or 0, needs_all)
     if found is None:
         return True
     text = f"the replicas differ{found.text} {ADVICE}"
@@ -189,7 +189,7 @@ def differences(named: Sequence[tuple[str, Any]], group: Group, label: str) -> s
     """
     replica = _Replica(group, [name for name, _ in named], [value for _, value in named])
     try:
-        found = _found(replica, group, f"before {label}", 0, needs_all=False)
+        found = _find(replica, group, f"before {label}", 0, needs_all=False)
     except MismatchError as error:  # of shapes, though those of the gradients agree
         return str(error)
     return found and f"the replicas differ before the exchange of {label}{found.text} {ADVICE}"
@@ -231,7 +231,7 @@ class _Found(NamedTuple):
     of_source: int
 
 
-def _found(replica: _Replica, group: Group, how: str, step: int, needs_all: bool) -> _Found | None:
+def _find(replica: _Replica, group: Group, how: str, step: int, needs_all: bool) -> _Found | None:
     text = "\n".join([_Find.kind, how, *replica.lines()])
     mine = Part(number=replica.hash_of_all(), weight=step)
     with group.uninterrupted():

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from horo_lite import context
+from horo_lite.errors import warn
 
 Indices = npt.NDArray[np.intp]
 
@@ -30,6 +31,7 @@ class _Shares:
         self._shuffle = shuffle
         self._seed = non_negative("seed", seed)
         self._epoch = 0
+        self._n_iterations = 0  # of this epoch
         self._follows = rank is None and size is None
         self._place: tuple[int, int] | None = None
         if not self._follows:
@@ -52,6 +54,7 @@ class _Shares:
     def set_epoch(self, epoch: int) -> None:
         """Use the order of this epoch, the same on every rank, in the next iteration."""
         self._epoch = non_negative("epoch", epoch)
+        self._n_iterations = 0
 
     def state_dict(self) -> dict[str, Any]:
         return {"epoch": self._epoch}
@@ -60,6 +63,15 @@ class _Shares:
         self.set_epoch(state["epoch"])
 
     def _order(self) -> Indices:
+        """Return the order of an iteration that begins."""
+        self._n_iterations += 1
+        # A script may look at a batch first, or evaluate what it has trained on.
+        if self._n_iterations == 3 and self._shuffle and self.rank == 0:
+            warn(
+                f"{type(self).__name__} begins its third iteration in the order of epoch "
+                f"{self._epoch}: call set_epoch(epoch) before each epoch, on every rank, or every "
+                "epoch has this order. For one order on purpose, pass shuffle=False"
+            )
         return sample_order(self._n, self._shuffle, self._seed, self._epoch)
 
     def _resolve(self) -> tuple[int, int]:
@@ -82,7 +94,7 @@ class DistributedSampler(_Shares):
     second time (nothing is left out, up to `size - 1` samples count twice), or, with
     `drop_last=True`, the last ones are left out. Iteration yields Python integers, so it can be
     passed to a torch `DataLoader(…, sampler=…)`. Call `set_epoch(e)` before each epoch; otherwise
-    every epoch has the order of the first.
+    every epoch has the order of the first, and rank 0 warns.
 
     Unless both are given, `rank` and `size` are those of the world when an iteration begins. So
     under `elastic.run`, the remaining ranks share all samples, in an epoch that begins anew;

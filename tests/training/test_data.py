@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -306,3 +307,29 @@ def test_partition_errors_say_what_to_do():
         partition_dataset({}, 2, rank=0, size=2)
     with pytest.raises(ValueError, match="at least one sample"):
         partition_dataset(np.zeros((0, 3)), 2, rank=0, size=2)
+
+
+@pytest.mark.parametrize("kind", ["sampler", "loader"])
+def test_a_third_iteration_of_one_epoch_is_a_warning_on_rank_0(kind: str) -> None:
+    def made(rank: int, shuffle: bool = True) -> Any:
+        if kind == "sampler":
+            return DistributedSampler(6, rank=rank, size=2, shuffle=shuffle)
+        return partition_dataset(np.arange(6), 2, rank=rank, size=2, shuffle=shuffle)[0]
+
+    def warned(samples: Any, n: int) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(n):
+                list(samples)
+        return [str(one.message) for one in caught]
+
+    mine = made(0)
+    assert not warned(mine, 2)
+    (text,) = warned(mine, 4)
+    assert "third iteration in the order of epoch 0" in text
+    mine.set_epoch(7)
+    assert not warned(mine, 2)
+    (text,) = warned(mine, 1)
+    assert "epoch 7" in text
+    assert not warned(made(1), 5)
+    assert not warned(made(0, shuffle=False), 5)
