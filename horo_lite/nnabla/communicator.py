@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -18,7 +18,7 @@ from horo_lite.collectives.reductions import Average, Sum
 from horo_lite.context import is_initialized, world
 from horo_lite.errors import StallError
 from horo_lite.nnabla.backward import Backward, Function, NdArray
-from horo_lite.settings import seconds
+from horo_lite.settings import check_every, seconds
 from horo_lite.start import stall
 from horo_lite.start.ending import abort
 from horo_lite.start.groups import new_group
@@ -151,27 +151,31 @@ class MultiProcessDataParallelCommunicator:
         key = tuple(arrays), division, bucket_bytes, scale
         reducer = reducers.pop(key, None)
         if reducer is None:
-            names = self._names()
-            others = [known for known in reducers if not names.keys() >= set(known[0])]
+            parameters = self._by_gradient()
+            others = [known for known in reducers if not parameters.keys() >= set(known[0])]
             for known in others[: -(N_OTHERS - 1)]:
                 del reducers[known]
             reducer = Reducer(
                 members,
-                Arrays(),
-                [(names.get(a, f"array {i}"), a) for i, a in enumerate(arrays)],
+                Arrays({a: variable for a, (_, variable) in parameters.items()}),
+                [
+                    (parameters[a][0] if a in parameters else f"array {i}", a)
+                    for i, a in enumerate(arrays)
+                ],
                 op=Average if division else Sum,
                 compression=self._compression,
                 bucket_bytes=max(bucket_bytes, 1),
                 prescale_factor=scale,
                 options=[("scale_grad", str(scale))],
+                checks_start=check_every() != 0 and parameters.keys() >= set(arrays),
             )
         reducers[key] = reducer
         return reducer
 
-    def _names(self) -> dict[NdArray, str]:
-        """Return the names of all parameters, by their gradients."""
+    def _by_gradient(self) -> dict[NdArray, tuple[str, Any]]:
+        """Return the names of all parameters, and themselves, by their gradients."""
         known = {**nn.get_parameters(grad_only=False), **self._parameters}
-        return {variable.grad: name for name, variable in known.items()}
+        return {variable.grad: (name, variable) for name, variable in known.items()}
 
     # Other collectives.
 
@@ -234,7 +238,14 @@ class MultiProcessDataParallelCommunicator:
 
 
 class Arrays(NnablaAdapter):
-    """Treats arrays as parameters whose gradients are the arrays' own values."""
+    """Treats arrays as parameters whose gradients are the arrays' own values.
+
+    Args:
+        parameters: The variables that belong to them, if they are indeed gradients.
+    """
+
+    def __init__(self, parameters: Mapping[NdArray, Any]) -> None:
+        self._parameters = parameters
 
     def gradient(self, parameter: NdArray) -> Any:
         return None if parameter.zeroing else memory_of(parameter)
@@ -243,7 +254,8 @@ class Arrays(NnablaAdapter):
         parameter.data = array
 
     def value(self, parameter: NdArray) -> Any:
-        return parameter.get_data("r")  # keeps the flag `zeroing`
+        variable = self._parameters.get(parameter)
+        return (parameter if variable is None else variable.data).get_data("r")  # keeps `zeroing`
 
 
 WATCH_DOG = "NNABLA_MPI_WATCH_DOG_ENABLE"

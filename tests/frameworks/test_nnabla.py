@@ -469,6 +469,7 @@ def test_states_mismatches_and_overflows() -> None:
 COMMUNICATOR = (
     MODEL
     + """
+import warnings
 import horo_lite.nnabla as hvd
 from nnabla.ext_utils import get_extension_context
 import nnabla.communicators as C
@@ -572,6 +573,21 @@ for step in range(3):
         assert weight.grad.data.tolist() == [3, 3 * step]
     kept.append([comm._reducer([weight.grad], False, "world") for weight in weights])
 assert kept[0] == kept[1] == kept[2]
+# The first gradients of a parameter should differ between the ranks, and its values should not.
+for name, value, gradient, said in (
+    ("one", 0.5, 1.0, "all gradients are the same, bit for bit, on ranks 0, 1 and 2"),
+    ("two", 0.5 + rank, 1.0 + rank, "the replicas differ"),
+    ("three", 0.5, 1.0 + rank, None),
+):
+    parameter = nn.parameter.get_parameter_or_create(name, (2,))
+    parameter.d, parameter.grad.data = value, np.full(2, gradient)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        comm.all_reduce([parameter.grad])
+        comm.all_reduce([parameter.grad])
+    texts = [str(one.message) for one in caught]
+    assert len(texts) == (rank == 0 and said is not None), texts
+    assert all(said in text for text in texts), texts
 nn.clear_parameters()
 assert "'last'" in raised(ValueError, lambda: comm.new_group(("last", [0])))
 assert "no group 'x'" in raised(ValueError, lambda: comm.all_reduce(x, group="x"))
