@@ -12,7 +12,7 @@ from launch import run_and_hear, run_threads
 
 import horo_lite as hvd
 from horo_lite.collectives.group import Group
-from horo_lite.training import gradient_memory
+from horo_lite.training import reducer
 from horo_lite.training.gradient_memory import hash_of
 
 OFF = " HORO_LITE_CHECK_EVERY=0 turns this comparison off."
@@ -147,7 +147,7 @@ def test_later_steps_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append(group.rank)
         return hash_of(gradients, group)
 
-    monkeypatch.setattr(gradient_memory, "hash_of", counted)
+    monkeypatch.setattr(reducer, "hash_of", counted)
     run_threads(2, training(own))
     assert sorted(seen) == [0, 1]
 
