@@ -191,6 +191,15 @@ def test_parameters_that_became_stale_in_join_are_found_afterwards() -> None:
     assert "the replicas differ before the exchange of gradients of optimizer 1: 2 of 2" in text
 
 
+def test_ranks_that_have_joined_are_not_the_same() -> None:
+    def run(group: Group) -> None:
+        if group.rank == 0:
+            training(own, n_steps=1)(group)
+        group.join()
+
+    assert run_and_hear(3, run)[1] == []
+
+
 def test_a_warning_that_is_an_error_ends_the_step_after_the_exchange() -> None:
     """On rank 0, which reports it; the others are not left waiting."""
 
