@@ -90,6 +90,7 @@ class Offer(NamedTuple):
     finding: Finding | None
     hyperparameters: Hyperparameters
     failure: str  # why this rank cannot take part
+    is_first: bool  # of this rank's reducer; others may have been made anew
 
     @property
     def number(self) -> int:
@@ -97,7 +98,7 @@ class Offer(NamedTuple):
         agreed = 0 if self.agreed is None else self.agreed.digest
         rest = hash63(
             f"{self.step} {self.attempt} {agreed} {self.plan.digest} {self.note} {self.finding} "
-            f"{digest(self.hyperparameters)} {self.failure}"
+            f"{digest(self.hyperparameters)} {self.failure} {self.is_first}"
         )
         return rest // _MOST_BUCKETS * _MOST_BUCKETS + min(self.n_begun, _MOST_BUCKETS - 1)
 
@@ -123,6 +124,7 @@ class Common(NamedTuple):
     notes: dict[int, Any]  # by rank in the world
     findings: dict[int, Finding | None]
     all_are_here: bool  # no rank has joined
+    is_first: bool  # for every rank
     warnings: Sequence[str] = ()  # about what the ranks begin with
 
 
@@ -448,10 +450,10 @@ class Reducer:
             self.fail(error)
         arrays, copied = own.arrays, own.copied
         if self._compares_later() and self._follow(mine, arrays, copied):
-            return Common(mine, 0, dict.fromkeys(self.group.transport.ranks, note), {}, True)
+            return Common(mine, 0, dict.fromkeys(self.group.transport.ranks, note), {}, True, False)
         common = self._agree(self._offer(mine, note, numbers))
         plan, n_begun = common.plan, common.n_begun
-        if self._is_first and not n_begun:
+        if common.is_first and not n_begun:
             common = common._replace(warnings=self._check_start(plan, arrays))
         self._is_first = False
         if plan is not mine:
@@ -696,6 +698,7 @@ class Reducer:
             self._step.finding,
             numbers,
             failure,
+            self._is_first,
         )
 
     def _agree(self, mine: Offer) -> Common:
@@ -717,7 +720,8 @@ class Reducer:
         ranks = self.group.transport.ranks
         findings = {ranks[r]: mine.finding for r in here}
         n_begun = max(numbers[r] % _MOST_BUCKETS for r in here)
-        return Common(mine.plan, n_begun, dict.fromkeys(ranks, mine.note), findings, all_are_here)
+        notes = dict.fromkeys(ranks, mine.note)
+        return Common(mine.plan, n_begun, notes, findings, all_are_here, mine.is_first)
 
     def _settle(self, mine: Offer, here: Sequence[int]) -> Common:
         """Agree with the other ranks `here`, whose plans differ, if that is possible."""
@@ -765,7 +769,8 @@ class Reducer:
             raise
         notes = {rank: offer.note for rank, offer in zip(ranks, offers, strict=True)}
         findings = {rank: offer.finding for rank, offer in zip(ranks, offers, strict=True)}
-        return Common(plan, n_begun, notes, findings, False)
+        is_first = all(offer.is_first for offer in offers)
+        return Common(plan, n_begun, notes, findings, False, is_first)
 
     def _join_attempts(self, attempts: Sequence[int], here: Sequence[int]) -> None:
         """Continue with one attempt, from its beginning; MismatchError if gradients were mixed."""

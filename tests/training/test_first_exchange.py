@@ -14,6 +14,8 @@ import horo_lite as hvd
 from horo_lite.collectives.group import Group
 from horo_lite.training import reducer
 from horo_lite.training.gradient_memory import hash_of
+from horo_lite.training.options import Options
+from horo_lite.training.transform import Transform
 
 OFF = " HORO_LITE_CHECK_EVERY=0 turns this comparison off."
 
@@ -189,6 +191,25 @@ def test_parameters_that_became_stale_in_join_are_found_afterwards() -> None:
 
     (text,) = run_and_hear(2, run)[1]
     assert "the replicas differ before the exchange of gradients of optimizer 1: 2 of 2" in text
+
+
+def test_a_rank_that_begins_anew_compares_nothing_with_the_others() -> None:
+    """As where one rank traces a function of TensorFlow again, and with it makes a new tape."""
+
+    def run(group: Group) -> list[float]:
+        def made() -> Transform:
+            return Transform(Options(group=group), title="gradients of a tape")
+
+        transform = made()
+        for step in range(3):
+            if step == 1 and group.rank == 1:
+                transform = made()
+            (average,) = transform(["w"], [np.full(2, 1.0 + group.rank * (step == 0))])
+        return average.tolist()
+
+    results, warned = run_and_hear(2, run)
+    assert results == [[1.0, 1.0]] * 2
+    assert not warned
 
 
 def test_ranks_that_have_joined_are_not_the_same() -> None:
