@@ -110,7 +110,9 @@ def test_ranks_with_the_same_samples_are_told_apart_from_others() -> None:
     [
         lambda rank: [np.zeros((40, 3)), None],
         lambda rank: [np.full((40, 3), np.nan), np.zeros(3, np.float32)],
-        # One that differs is enough; the other may be that of a penalty.
+        lambda rank: [np.zeros((40, 3)), np.full(3, [np.nan, 0, np.inf], np.float32)],
+        # One that differs is enough, wherever; the other may be that of a penalty.
+        lambda rank: [np.eye(40, 3), np.ones(3, np.float32) * rank],
         lambda rank: [np.ones((40, 3)), np.full(3, rank, np.float32)],
     ],
 )
@@ -118,6 +120,21 @@ def test_gradients_that_say_nothing_of_the_samples(grads: Callable[[int], list[A
     """Such as those of a first step with a loss scale that is too large."""
     _, warned = run_and_hear(2, training(grads, n_steps=1))
     assert not warned
+
+
+def test_numbers_at_the_end_count_as_those_at_the_beginning() -> None:
+    """As in the gradient of an embedding, whose first rows no sample has used."""
+
+    def run(group: Group) -> list[int]:
+        gradient = np.zeros((100, 50), np.float32)
+        nothing = hash_of([gradient], group)
+        gradient[-1] = 1
+        return [nothing, hash_of([gradient], group), hash_of([gradient.T], group)]
+
+    ((nothing, *hashes),) = run_threads(1, run)
+    assert nothing == 0
+    assert 0 not in hashes
+    assert len(set(hashes)) == 2
 
 
 @pytest.mark.parametrize("off", ["argument", "variable"])
