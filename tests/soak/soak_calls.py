@@ -113,7 +113,8 @@ def plan_of(seed: int, *, elastic: bool, torch: bool) -> Plan:
         # adds zeros to the call that it has skipped.
         unnoticed = calls[trouble.step], "join"
         if trouble.how == "skip" and calls[trouble.step + 1] in unnoticed:
-            calls[trouble.step + 1] = rng.choice([kind for kind in kinds if kind not in unnoticed])
+            others = [kind for kind in (*kinds, "barrier", "objects") if kind not in unnoticed]
+            calls[trouble.step + 1] = rng.choice(others)
     return Plan(seed, n, hosts, elastic, calls, troubles)
 
 
