@@ -170,7 +170,7 @@ class Allreduce(Call):
     def _hash_if_first(self, gradients: Sequence[Array]) -> int | None:
         """Return their hash, before the first exchange of gradients with these names."""
         group = self.ranks()
-        if not self.checks_start or group.size == 1 or self.names in self._compared(group):
+        if not self.checks_start or group.size == 1 or self.names in _Compared.of(group).names:
             return None
         return hash_of(gradients, group)
 
@@ -184,15 +184,10 @@ class Allreduce(Call):
         group = self.ranks()
         if mine is None:
             return
-        self._compared(group).add(self.names)
+        _Compared.of(group).names.add(self.names)
         text = compare_samples(mine, group, label, run)
         if text is not None and group.rank == 0:
             warn(text)
-
-    @staticmethod
-    def _compared(group: Group) -> set[tuple[str, ...]]:
-        names: set[tuple[str, ...]] = group.kept.setdefault(Allreduce, set())
-        return names
 
     def check(self, dtypes: Sequence[Any]) -> None:
         arrays = Memory([np.empty(0, dtype) for dtype in dtypes], fresh=True)
@@ -220,6 +215,25 @@ class Allreduce(Call):
             "names": self.names,
             "weight": weight,
         }
+
+
+class _Compared:
+    """Which gradients a group's ranks have compared: the same on all ranks, like their calls."""
+
+    def __init__(self, group: Group) -> None:
+        self.names: set[tuple[str, ...]] = set()
+        group.counting.add(self)
+
+    def reset_counts(self) -> None:
+        """Begin anew: all ranks have joined, after different calls."""
+        self.names.clear()
+
+    @classmethod
+    def of(cls, group: Group) -> _Compared:
+        if cls not in group.kept:
+            group.kept[cls] = cls(group)
+        found: _Compared = group.kept[cls]
+        return found
 
 
 @dataclass(frozen=True)

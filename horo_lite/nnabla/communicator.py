@@ -157,7 +157,7 @@ class MultiProcessDataParallelCommunicator:
                 del reducers[known]
             reducer = Reducer(
                 members,
-                Arrays({a: variable for a, (_, variable) in parameters.items()}),
+                Arrays({a: parameters[a][1] for a in arrays if a in parameters}),
                 [
                     (parameters[a][0] if a in parameters else f"array {i}", a)
                     for i, a in enumerate(arrays)

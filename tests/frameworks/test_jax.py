@@ -739,6 +739,15 @@ if rank == 1:
     assert step(large, jnp.full(3, 10.0)).tolist() == [10, 10, 10]
 assert hvd.join() == 1
 assert total.tolist() == [3, 3, 3], total
+
+# A rank may first compare its gradients when another has done so long before.
+eager = lambda tree: hvd.average_gradients(tree, op=hvd.Sum)
+for way in (jax.jit(eager), eager):
+    if rank == 0:
+        assert way({"w": jnp.full(3, 5.0)})["w"].tolist() == [5, 5, 5]
+    hvd.join()
+    for _ in range(2):
+        assert way({"w": jnp.full(3, rank + 1.0)})["w"].tolist() == [3, 3, 3]
 """,
         2,
     )
