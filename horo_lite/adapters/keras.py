@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import keras
+import numpy as np
 
 from horo_lite.adapters import changed, to_host
 from horo_lite.adapters.object import Array, Held, Named, VariablesAdapter
@@ -28,9 +29,7 @@ class KerasAdapter(VariablesAdapter):
             if _is_divided(owner):
                 common: Named = owner.common_variables
                 return common
-            # With backward_passes_per_step, each rank adds up its own gradients.
-            passes = getattr(owner, "_passes", 1)
-            sums = set(map(id, owner._accumulated_gradients)) if passes > 1 and owner.built else ()
+            sums = _own_sums(owner)
             return [pair for pair in self.variables(owner) if id(pair[1]) not in sums]
         return []
 
@@ -43,7 +42,15 @@ class KerasAdapter(VariablesAdapter):
         return [(variable.path, variable) for variable in optimizer.variables]
 
     def state(self, optimizer: Any) -> Any | None:
-        return optimizer.whole_state() if _is_divided(optimizer) else super().state(optimizer)
+        if _is_divided(optimizer):
+            variables, values = optimizer.layout(), optimizer.whole_state()
+        else:
+            variables, values = optimizer.variables, super().state(optimizer)
+        sums = _own_sums(optimizer)  # other ranks begin with zeros
+        return [
+            np.zeros_like(value) if id(variable) in sums else value
+            for variable, value in zip(variables, values, strict=True)
+        ]
 
     def set_state(self, optimizer: Any, state: Any) -> None:
         if _is_divided(optimizer):
@@ -75,6 +82,16 @@ class KerasAdapter(VariablesAdapter):
 def _is_divided(optimizer: Any) -> bool:
     """Return whether it is wrapped with shard_state=True."""
     return hasattr(optimizer, "common_variables")
+
+
+def _own_sums(optimizer: Any) -> set[int]:
+    """Return the id() of what holds sums of this rank's own gradients.
+
+    With backward_passes_per_step, each rank adds up its own until the last pass.
+    """
+    passes = getattr(optimizer, "_passes", 1)
+    sums = optimizer._accumulated_gradients if passes > 1 and optimizer.built else ()
+    return set(map(id, sums))
 
 
 ADAPTER = KerasAdapter()

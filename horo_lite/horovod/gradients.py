@@ -65,6 +65,11 @@ class GradientAverager:
         self._scale_local = scale_local
         self._local: dict[int, Any] = {}
 
+    @property
+    def group(self) -> Any:
+        """The ranks, as they were given."""
+        return self._transform.options.group
+
     def register_local(self, variables: Iterable[Any]) -> None:
         """Do not average the gradients of these variables."""
         for variable in variables:

@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
+import numpy as np
+
 from horo_lite.collectives.compression import Compression
 from horo_lite.collectives.group import Group
 from horo_lite.collectives.reductions import AnyOp, Average
 from horo_lite.context import rank
 from horo_lite.horovod.gradients import GradientAverager, options_of, scaled
-from horo_lite.horovod.process_sets import Set, global_process_set
+from horo_lite.horovod.process_sets import Set, global_process_set, group_of_member
 from horo_lite.keras.base import Averaging, is_of_keras2, keras, name_of
 from horo_lite.keras.sharded_state import ShardedState
 from horo_lite.ops import barrier
@@ -89,6 +91,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         backward_passes_per_step: The number of batches whose gradients are added up before they are
             exchanged and applied together. In steps that JAX compiles, every pass is exchanged,
             with the same result. It uses Keras' gradient_accumulation_steps, which must not be set.
+            On several ranks, a file that is saved between two passes has none of this step's.
         average_aggregated_gradients: True: the sum is divided by backward_passes_per_step, as Keras
             itself does.
         num_groups: Horovod's older name for `groups`.
@@ -314,6 +317,8 @@ class AveragingOptimizer(Averaging):
     _sum_of: int
     _accumulated: list[Any] | None
     _trainable_variables: list[Any]
+    _accumulated_gradients: list[Any]
+    _iterations: Any
 
     def apply(
         self,
@@ -383,6 +388,29 @@ class AveragingOptimizer(Averaging):
             sums = [scaled(gradient, self._sum_of) for gradient in grads]
             grads = self._averager(variables, list(map(name_of, variables)), sums)
         return super()._clip_gradients(grads)  # type: ignore[misc]
+
+    def save_own_variables(self, store: Any) -> None:
+        if self._passes == 1:
+            super().save_own_variables(store)  # type: ignore[misc]
+            return
+        variables = list(self.variables)  # type: ignore[attr-defined]
+        self.save_values(store, variables, [variable.numpy() for variable in variables])
+
+    def save_values(self, store: Any, variables: Sequence[Any], values: Sequence[Any]) -> None:
+        """Save the values of these variables, without the passes of a step that is not complete.
+
+        Each rank has sums of its own, and a file has one rank's, which all ranks would continue.
+        """
+        n_pending = int(self._iterations.numpy()) % self._passes
+        group = group_of_member(self._averager.group) if n_pending else None
+        leaves_out = group is not None and group.size > 1
+        sums = set(map(id, self._accumulated_gradients)) if leaves_out else set()
+        for i, (variable, value) in enumerate(zip(variables, values, strict=True)):
+            if id(variable) in sums:
+                value = np.zeros_like(value)
+            elif leaves_out and variable is self._iterations:
+                value = value - np.asarray(n_pending, value.dtype)
+            store[str(i)] = value
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "loss_scale_factor" and value is None:  # set by a LossScaleOptimizer around it

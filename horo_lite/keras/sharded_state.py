@@ -229,7 +229,7 @@ class ShardedState:
         # With backward_passes_per_step, each rank adds up its own gradients.
         own = [] if division is None or self._passes == 1 else division.gradients
         of_rank = set(map(id, own))
-        pairs = zip(self.whole_state(), self._layout(), strict=True)
+        pairs = zip(self.whole_state(), self.layout(), strict=True)
         return [value for value, variable in pairs if id(variable) not in of_rank]
 
     def _apply_weight_decay(self, variables: Sequence[Any]) -> None:
@@ -318,7 +318,7 @@ class ShardedState:
         known = [(v.path, v) for v in self._variables if any(v is x for x in division.before)]
         return known + division.named_shared
 
-    def _layout(self) -> list[Any]:
+    def layout(self) -> list[Any]:
         """Return the variables of an undivided optimizer, None for slots of others."""
         division = self._division
         if division is None:
@@ -332,7 +332,7 @@ class ShardedState:
 
     def whole_state(self) -> list[Any]:
         """Return the values of an undivided optimizer's variables. Collective if divided."""
-        division, layout = self._division, self._layout()
+        division, layout = self._division, self.layout()
         values = [None if v is None else np.array(v.numpy()) for v in layout]
         if division is None or division.group is None:
             return values
@@ -356,7 +356,7 @@ class ShardedState:
         """Set the values of an undivided optimizer's variables. On this rank only."""
         if self._division is not None and self._division.is_outdated:
             self._build_anew(self._division.before)
-        division, layout = self._division, self._layout()
+        division, layout = self._division, self.layout()
         shapes = iter([] if division is None else [shape for shape, _ in division.left_out])
         wanted = [next(shapes) if v is None else tuple(v.shape) for v in layout]
         found = [tuple(np.shape(value)) for value in values]
@@ -406,11 +406,10 @@ class ShardedState:
         self.set_whole_state(weights)
 
     def save_own_variables(self, store: Any) -> None:
-        for i, value in enumerate(self.whole_state()):
-            store[str(i)] = value
+        self.save_values(store, self.layout(), self.whole_state())  # type: ignore[attr-defined]
 
     def load_own_variables(self, store: Any) -> None:
-        n = len(self._layout())
+        n = len(self.layout())
         if len(store.keys()) == n:
             self.set_whole_state([np.array(store[str(i)]) for i in range(n)])
             return

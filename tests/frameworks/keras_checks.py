@@ -688,6 +688,24 @@ def check_passes_per_step() -> None:
     for net in (model, loaded):
         fit(net, epochs=1)
     check_close(loaded, model, rtol=0, atol=0)
+    # Saved between two passes: the sums are each rank's own, so the file is that of the last step.
+    for divided in (False, True):
+        options = {**passes, "shard_state": True} if divided else passes
+        model = compiled(hvd.DistributedOptimizer(adam(), **options))
+        fit(model, epochs=1, callbacks=broadcast())
+        assert int(model.optimizer._iterations) == N_STEPS
+        assert N_STEPS % 2 == 0
+        model.optimizer.apply(gradients(model, shard(X), shard(Y)), model.trainable_variables)
+        hvd.save_model(model, path)
+        plain = keras.models.load_model(path)
+        assert int(plain.optimizer._iterations) == (N_STEPS if world.size > 1 else N_STEPS + 1)
+        for v in plain.optimizer._accumulated_gradients:
+            assert v.numpy().any() == (world.size == 1)
+        # Ranks that receive the state of another have added up nothing.
+        before = [v.numpy().copy() for v in model.optimizer._accumulated_gradients]
+        hvd.broadcast_optimizer_state(model.optimizer, root_rank=0)
+        for v, mine in zip(model.optimizer._accumulated_gradients, before, strict=True):
+            np.testing.assert_array_equal(v.numpy(), mine if world.rank == 0 else 0 * mine)
     with pytest.raises(ValueError, match="mean the same"):
         hvd.DistributedOptimizer(
             keras.optimizers.SGD(0.1, gradient_accumulation_steps=2), backward_passes_per_step=2
