@@ -151,10 +151,21 @@ inline A cut(double x) {
   return std::fabs(x) < 0x1p127 ? static_cast<A>(static_cast<__int128>(x)) : A{0};
 }
 
+// An operation that is compiled into a loop. Only sums are: the others share a loop that tests for each tile which one
+// it is, since a loop for each of them takes two thirds more time to compile.
+template <Op op>
+struct Constant {
+  constexpr Constant(Op) {}
+};
+template <Op op>
+using ConstantIfSum = std::conditional_t<op == Op::kSum || op == Op::kWeightedAverage, Constant<op>, Op>;
+template <class AnOp>
+constexpr bool kIsWeighted = std::is_same_v<AnOp, Constant<Op::kWeightedAverage>>;
+
 // What an integer is multiplied by: a weight as a whole number, or a user's factor.
-template <Op op, class A>
+template <class AnOp, class A>
 inline auto multiplier(double weight) {
-  if constexpr (op == Op::kWeightedAverage) return cut<A>(in_weight_units(weight));
+  if constexpr (kIsWeighted<AnOp>) return cut<A>(in_weight_units(weight));
   else return weight;
 }
 
@@ -305,6 +316,17 @@ HORO_INLINE void combine(Tile<A>& sum, const Tile<A>& next) {
   }
 }
 
+template <class A, Op op>
+HORO_INLINE void combine(Constant<op>, Tile<A>& sum, const Tile<A>& next) {
+  combine<op>(sum, next);
+}
+template <class A>
+HORO_INLINE void combine(Op op, Tile<A>& sum, const Tile<A>& next) {
+  if (op == Op::kMin) combine<Op::kMin>(sum, next);
+  else if (op == Op::kMax) combine<Op::kMax>(sum, next);
+  else combine<Op::kProduct>(sum, next);
+}
+
 // For operations that instructions do on one element at a time. These loops are long and seldom run, so each is one
 // function for all kernels: inlined, they were half of all code, and of the time to compile it.
 template <class A, class F>
@@ -313,6 +335,8 @@ template <class A, class F>
 }
 template <class A, class F>
 HORO_INLINE void for_each(Tile<A>& tile, F f) {
+  // With AVX-512 the copy is one load of what was stored element by element, and waits for these stores.
+  if constexpr (!kHasVectors<A> && kVectorBytes == 64) return for_each(tile.vectors, f);
   alignas(64) A values[kTileElements<A>];
   std::memcpy(values, &tile, sizeof(tile));
   for_each(values, f);
@@ -454,14 +478,10 @@ struct PlainFormat {
       copy_streaming(to, values, sizeof(values));
     }
   }
-};
 
-template <class T, class W, class A, Op op>
-struct Plain : PlainFormat<T, W, A> {
-  using Format = PlainFormat<T, W, A>;
-  using Format::kIdentity;
-
-  static void reduce(const ReduceArgs& args) {
+  // `op` is a Constant or an Op.
+  template <class AnOp>
+  static void reduce(const ReduceArgs& args, AnOp op) {
     const Factor factor = simplified<A>(args.factor);
     const auto* source = static_cast<const Packed<T>*>(args.source);
     auto* destination = static_cast<Packed<T>*>(args.destination);
@@ -470,20 +490,25 @@ struct Plain : PlainFormat<T, W, A> {
       touch_ahead(source + first, kTileElements<A> * sizeof(T));
       const auto contribution = [&](int r) __attribute__((always_inline)) {
         if (args.weights != nullptr && args.weights[r] == 0.0) return Tile<A>{};
-        if (r != args.own) return load<A>(reinterpret_cast<const Packed<W>*>(args.wires[r]) + first, extent);
-        auto own = load<A>(source + first, extent);
-        if constexpr (!kIdentity) round_to<W>(own);
-        return own;
+        const auto* image = reinterpret_cast<const Packed<W>*>(args.wires[r]);
+        if constexpr (kIdentity) {
+          return load<A>((r == args.own ? source : image) + first, extent);
+        } else {
+          if (r != args.own) return load<A>(image + first, extent);
+          auto own = load<A>(source + first, extent);
+          round_to<W>(own);
+          return own;
+        }
       };
       Tile<A> sum = contribution(0);
-      weigh(sum, args, 0);
+      weigh<AnOp>(sum, args, 0);
       for (int r = 1; r < args.n_contributors; ++r) {
         Tile<A> next = contribution(r);
-        weigh(next, args, r);
-        combine<op>(sum, next);
+        weigh<AnOp>(next, args, r);
+        combine(op, sum, next);
       }
-      finish(sum, factor);
-      Format::store_to_wire(wire + first, sum, extent, args.stores);
+      finish<AnOp>(sum, factor);
+      store_to_wire(wire + first, sum, extent, args.stores);
       if (destination == nullptr) return;
       if constexpr (!kIdentity) round_to<W>(sum);
       store(destination + first, sum, extent);
@@ -491,20 +516,57 @@ struct Plain : PlainFormat<T, W, A> {
   }
 
  private:
+  template <class AnOp>
   HORO_INLINE static void weigh(Tile<A>& tile, const ReduceArgs& args, int r) {
     if (args.weights == nullptr || args.weights[r] == 0.0) return;
-    if constexpr (kIsInteger<A>) multiply_integers(tile, multiplier<op, A>(args.weights[r]));
+    if constexpr (kIsInteger<A>) multiply_integers(tile, multiplier<AnOp, A>(args.weights[r]));
     else scale(tile, args.weights[r]);
   }
 
+  template <class AnOp>
   HORO_INLINE static void finish(Tile<A>& tile, const Factor& factor) {
     if constexpr (kIsInteger<A>) {
       if (factor.scale == 1.0 && factor.divisor == 1.0) return;  // not the last hop
-      const bool weighted = op == Op::kWeightedAverage;
-      finish_integers(tile, {factor.scale, weighted ? in_weight_units(factor.divisor) : factor.divisor});
+      finish_integers(tile, {factor.scale, kIsWeighted<AnOp> ? in_weight_units(factor.divisor) : factor.divisor});
     } else {
       if (factor.scale != 1.0) scale(tile, factor.scale);
       if (factor.divisor != 1.0) divide(tile, static_cast<A>(factor.divisor));
+    }
+  }
+};
+
+template <class T, class W, class A, Op op>
+struct Plain : PlainFormat<T, W, A> {
+  static void reduce(const ReduceArgs& args) { PlainFormat<T, W, A>::reduce(args, ConstantIfSum<op>{op}); }
+};
+
+// Averages of integers: divided once, at the last hop, since until then the sum needs more room than T may have. They
+// are added up by one function for all T, block by block.
+template <class T, Op op>
+struct IntegerAverage : PlainFormat<T, __int128, __int128> {
+  using Wide = __int128;
+  using Format = PlainFormat<T, Wide, Wide>;
+
+  static void reduce(const ReduceArgs& args) {
+    alignas(64) uint8_t own[Format::kBlockBytes];
+    std::vector<const uint8_t*> wires(args.wires, args.wires + args.n_contributors);
+    ReduceArgs block = args;
+    block.wires = wires.data();
+    block.source = own;
+    block.destination = nullptr;
+    for (size_t first = 0; first < args.n_elements; first += kBlockElements) {
+      block.n_elements = std::min(kBlockElements, args.n_elements - first);
+      if (args.own >= 0) {
+        Format::encode(static_cast<const Packed<T>*>(args.source) + first, block.n_elements, own, Stores::kCached);
+      }
+      PlainFormat<Wide, Wide, Wide>::reduce(block, Constant<op>{op});
+      if (args.destination != nullptr) {
+        Format::decode(block.wire, block.n_elements, static_cast<Packed<T>*>(args.destination) + first);
+      }
+      block.wire += Format::kBlockBytes;
+      for (int r = 0; r < args.n_contributors; ++r) {
+        if (r != args.own) wires[r] += Format::kBlockBytes;
+      }
     }
   }
 };
@@ -521,6 +583,31 @@ struct BlockHeader {
   int32_t exponent;  // k
   int32_t unused[3];
 };
+
+struct Contribution {
+  const Packed<Half>* elements;
+  float factor;
+};
+
+// One block of a result, in units of its largest possible element.
+template <class AnOp>
+void combine_blocks(AnOp op, const std::vector<Contribution>& contributions, size_t n, const Factor& factor,
+                    Packed<Half>* result) {
+  const auto scale = static_cast<float>(factor.scale);
+  const auto divisor = static_cast<float>(factor.divisor);
+  for_tiles<float>(n, [&](size_t first, auto extent) __attribute__((always_inline)) {
+    Tile<float> sum = load<float>(contributions[0].elements + first, extent);
+    multiply(sum, contributions[0].factor);
+    for (size_t r = 1; r < contributions.size(); ++r) {
+      Tile<float> next = load<float>(contributions[r].elements + first, extent);
+      multiply(next, contributions[r].factor);
+      combine(op, sum, next);
+    }
+    multiply(sum, scale);
+    if (divisor != 1.0f) divide(sum, divisor);
+    store(result + first, sum, extent);
+  });
+}
 
 template <class T>
 struct ScaledHalfFormat {
@@ -623,12 +710,6 @@ struct ScaledHalfFormat {
       decode_block(wire, std::min(kBlockElements, n_elements - first), static_cast<Packed<T>*>(destination) + first);
     }
   }
-};
-
-template <class T, Op op>
-struct ScaledHalf : ScaledHalfFormat<T> {
-  using Format = ScaledHalfFormat<T>;
-  using Format::elements, Format::encode_block, Format::exponent, Format::kBlockBytes, Format::kMaxScale;
 
   // Only a weight of 0 turns a contribution into zeros: inf stays inf, however small its weight is.
   static float at_least_normal(double weight) {
@@ -636,15 +717,11 @@ struct ScaledHalf : ScaledHalfFormat<T> {
     return static_cast<float>(std::fabs(weight) >= kLeast ? weight : std::copysign(kLeast, weight));
   }
 
-  static void reduce(const ReduceArgs& args) {
+  static void reduce(const ReduceArgs& args, Op op) {
     alignas(64) uint8_t own_block[kBlockBytes];
     alignas(64) uint8_t result[kBlockBytes];
     alignas(64) static const Packed<Half> zeros[kBlockElements] = {};
     const auto weight_of = [&](int r) { return args.weights == nullptr ? 1.0 : args.weights[r]; };
-    struct Contribution {
-      const Packed<Half>* elements;
-      float factor;
-    };
     std::vector<Contribution> contributions(args.n_contributors);
     for (size_t first = 0, offset = 0; first < args.n_elements; first += kBlockElements, offset += kBlockBytes) {
       const size_t n = std::min(kBlockElements, args.n_elements - first);
@@ -669,33 +746,20 @@ struct ScaledHalf : ScaledHalfFormat<T> {
       if (growth > 0.0 && std::isfinite(growth)) {
         if (std::frexp(growth, &shift) == 0.5) --shift;
       }
-      Format::set_exponent(result, unit - shift);
-      add_up(contributions, n, simplified<float>({std::ldexp(args.factor.scale, -shift), args.factor.divisor}),
-             elements(result));
+      set_exponent(result, unit - shift);
+      const auto factor = simplified<float>({std::ldexp(args.factor.scale, -shift), args.factor.divisor});
+      if (op == Op::kSum) combine_blocks(Constant<Op::kSum>{op}, contributions, n, factor, elements(result));
+      else combine_blocks(op, contributions, n, factor, elements(result));
       // From the nearest cache: the lines of the wire may be in another core's cache.
-      if (args.destination != nullptr)
-        Format::decode_block(result, n, static_cast<Packed<T>*>(args.destination) + first);
+      if (args.destination != nullptr) decode_block(result, n, static_cast<Packed<T>*>(args.destination) + first);
       write(args.wire + offset, result, sizeof(BlockHeader) + n * sizeof(Half), args.stores);
     }
   }
+};
 
-  template <class Contributions>
-  static void add_up(const Contributions& contributions, size_t n, const Factor& factor, Packed<Half>* result) {
-    const auto scale = static_cast<float>(factor.scale);
-    const auto divisor = static_cast<float>(factor.divisor);
-    for_tiles<float>(n, [&](size_t first, auto extent) __attribute__((always_inline)) {
-      Tile<float> sum = load<float>(contributions[0].elements + first, extent);
-      multiply(sum, contributions[0].factor);
-      for (size_t r = 1; r < contributions.size(); ++r) {
-        Tile<float> next = load<float>(contributions[r].elements + first, extent);
-        multiply(next, contributions[r].factor);
-        combine<op>(sum, next);
-      }
-      multiply(sum, scale);
-      if (divisor != 1.0f) divide(sum, divisor);
-      store(result + first, sum, extent);
-    });
-  }
+template <class T, Op op>
+struct ScaledHalf : ScaledHalfFormat<T> {
+  static void reduce(const ReduceArgs& args) { ScaledHalfFormat<T>::reduce(args, op); }
 };
 
 // --- Quantized: integers of a few bits, with a scale for each block ---
@@ -857,12 +921,10 @@ const Kernels* scaled_half(Op op) {
   }
 }
 
-// Averages are divided once, at the last hop: until then, the sum needs more room than the type may have.
 template <class T>
 const Kernels* integer(Op op) {
-  using Wide = __int128;
-  if (op == Op::kAverage) return plain<T, Wide, Wide, Op::kSum>(Op::kSum);
-  if (op == Op::kWeightedAverage) return plain<T, Wide, Wide, Op::kWeightedAverage>(op);
+  if (op == Op::kAverage) return kernels_of<IntegerAverage<T, Op::kSum>>();
+  if (op == Op::kWeightedAverage) return kernels_of<IntegerAverage<T, Op::kWeightedAverage>>();
   return plain<T, T, T, Op::kSum, Op::kMin, Op::kMax, Op::kProduct>(op);
 }
 
