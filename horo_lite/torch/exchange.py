@@ -395,19 +395,32 @@ class GradientExchange:
         if self.reducer.weight != self._step.weight:
             self.reducer.weight = self._step.weight
 
-    def begin_step(self) -> None:
-        """Begin another step, and discard a used weight unless a closure calls this."""
+    def begin_step(self) -> list[Slot]:
+        """Begin another step, and discard a used weight unless a closure calls this.
+
+        Returns:
+            Those whose gradients were not exchanged: other ranks may have none.
+        """
+        pending = [slot for slot in self.slots if slot.touched]
         if self._step.weight_is_used and not self._is_stepping:
             self._step.weight = None
         self.begin()
         self.look_at_parameters()  # before backward(), which sends only what has a hook
+        return pending
 
-    def take_zeros(self) -> None:
-        """Accept the zeros of zero_grad(), so that a hook does not take them for an addition."""
+    def take_zeros(self, pending: list[Slot]) -> None:
+        """Accept the zeros of zero_grad(), so that a hook does not take them for an addition.
+
+        Those `pending` take part in the next exchange, so that all ranks have them.
+        """
         for slot in self.slots:
             gradient = slot.parameter.grad
             if hasattr(gradient, _TAKEN):
                 setattr(gradient, _TAKEN, gradient._version)
+        for slot in pending:
+            if slot.parameter.grad is not None:
+                slot.touched = True
+                slot.see()
 
     def begin(self, *, keeps_pending: bool = False) -> None:
         """Begin other gradients, after zero_grad() or step().
@@ -617,7 +630,7 @@ class GradientExchange:
         for slot in touched:
             if not n_ready[slot.index]:
                 slot.move_to_shared_memory()
-        by_hand = [slot for slot in touched if slot.passes == 0]
+        by_hand = [slot for slot in touched if slot.passes == 0 and not _is_computed(slot)]
         self._use_weight()
         try:
             common = reducer.finish(note)
@@ -747,6 +760,10 @@ def _follow_world() -> None:
 
 
 on_renewed(_follow_world)
+
+
+def _is_computed(slot: Slot) -> bool:
+    return getattr(slot.parameter.grad, _MARK, _BY_HAND) == _COMPUTED
 
 
 def _changed_too_early(name: str) -> str:

@@ -347,9 +347,9 @@ class _DistributedOptimizer(Sharing):
 
     def zero_grad(self, set_to_none: bool = True) -> Any:
         """Set gradients to None or zeros, and forget the backward passes that added to them."""
-        self._exchange.begin_step()
+        pending = self._exchange.begin_step()
         result = super().zero_grad(set_to_none)  # type: ignore[misc]
-        self._exchange.take_zeros()
+        self._exchange.take_zeros(pending)
         return result
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -1016,6 +1016,27 @@ def test_only_what_was_touched_takes_part(set_to_none: bool, watched: Any) -> No
     run_threads(2, rank)
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_step_given_up_leaves_all_ranks_the_same(set_to_none: bool) -> None:
+    """Zeros in place of a gradient that was never exchanged are on all ranks, or on none."""
+
+    def rank(group: Group) -> Any:
+        net = fill(Heads())
+        optimizer = wrap(sgd(net, weight_decay=0.1), group, net, backward_passes_per_step=2)
+        x, y = samples(group.rank)
+        # The first of two passes; then the others of the batch are skipped.
+        nn.functional.cross_entropy(net(x, ("one", "two")[group.rank]), y).backward()
+        optimizer.zero_grad(set_to_none=set_to_none)
+        for _ in range(2):
+            loss_of(net, x, y).backward()
+        assert (net.two.weight.grad is None) == set_to_none
+        optimizer.step()
+        return net
+
+    a, b = run_threads(2, rank)
+    assert_same_weights(a, b)
+
+
 def test_touched_on_some_ranks_only() -> None:
     def rank(group: Group) -> Any:
         net = fill(Heads())
