@@ -19,11 +19,12 @@ from pathlib import Path
 from horo_lite import __version__
 from horo_lite.errors import CheckpointError, LauncherError, ranks_in_words
 from horo_lite.horovod import aliases
-from horo_lite.launch import bench, doctor, horovodrun, hostfile, jobs, output, top
+from horo_lite.launch import bench, compare, doctor, horovodrun, hostfile, jobs, output, top
 from horo_lite.recording import flight_record, records, timeline
 from horo_lite.start import launcher
 
 _TIMELINE = "HORO_LITE_TIMELINE"
+_STEPS = "HORO_LITE_RECORD_STEPS"
 _EXAMPLES = """\
 examples:
   %(prog)s -n 4 train.py --epochs 10
@@ -50,10 +51,12 @@ def _parser() -> argparse.ArgumentParser:
         "       %(prog)s doctor [--json]\n"
         "       %(prog)s bench [-n N] [--op OP] [options]\n"
         "       %(prog)s top [FOLDER] [--interval S] [--once]\n"
+        "       %(prog)s compare FILE FILE [--tolerance T]\n"
         "       %(prog)s flight-record FOLDER | trace FILE",
         description="Run a program on several ranks (`run` may be omitted), check what is\n"
         "installed with `doctor`, time collective operations with `bench`, watch a job with\n"
-        "`top`, or write the last operations of the ranks of a job that hangs or was killed.",
+        "`top`, `compare` the steps of two runs, or write the last operations of the ranks of a\n"
+        "job that hangs or was killed.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -76,6 +79,11 @@ def _parser() -> argparse.ArgumentParser:
         "--timeline-filename",
         metavar="FILE",
         help="write a trace of the ranks' operations; with {rank} in the name, one per rank",
+    )
+    add(
+        "--record-steps",
+        metavar="FILE",
+        help="write what every step begins with, for `compare`",
     )
     add(
         "--restarts",
@@ -137,6 +145,31 @@ def _bench(arguments: Sequence[str]) -> int:
         return 0
     hosts = ["--hosts", options.hosts] if options.hosts else []
     return main(["-n", str(options.n), *hosts, "-m", bench.__name__, *arguments])
+
+
+def _compare(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog=f"{_prog()} compare",
+        description="Compare the steps of two runs, such as one on 1 rank and one on 4, and name "
+        "the first that differs: in the gradients, or in what the optimizer does with them. Each "
+        "run was started with --record-steps FILE, or with HORO_LITE_RECORD_STEPS=FILE.",
+        epilog="exit code: 0 if the steps are the same, 1 if not, 2 if a file cannot be used",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("first", type=Path, metavar="FILE", help="the run to compare with")
+    add("second", type=Path, metavar="FILE", help="the run in question")
+    add(
+        "--tolerance",
+        type=float,
+        default=compare.TOLERANCE,
+        metavar="T",
+        help="relative difference that does not count (default: %(default)s, and more for 16 bits)",
+    )
+    args = parser.parse_args(arguments)
+    if not 0 < args.tolerance < 1:
+        parser.error("--tolerance must be more than 0 and less than 1")
+    return compare.main(args.first, args.second, args.tolerance)
 
 
 def _flight_record(arguments: Sequence[str]) -> int:
@@ -203,6 +236,7 @@ def _top(arguments: Sequence[str]) -> int:
 
 _COMMANDS = {
     "bench": _bench,
+    "compare": _compare,
     "doctor": _doctor,
     "flight-record": _flight_record,
     "top": _top,
@@ -282,6 +316,8 @@ def _read(
         program = output.wrapped(args.output_filename, args.n, program)
     if args.timeline_filename:
         variables[_TIMELINE] = os.path.abspath(args.timeline_filename)
+    if args.record_steps:
+        variables[_STEPS] = os.path.abspath(args.record_steps)
     if args.as_horovod or args.as_horovod_anyway:
         found = None if args.as_horovod_anyway else aliases.installed_horovod()
         if found:

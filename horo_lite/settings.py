@@ -212,6 +212,12 @@ def flight_record_folder() -> Path | None:
     return Path(folder).absolute() if folder else None
 
 
+def steps_file() -> Path | None:
+    """Return the file in which rank 0 records what the steps begin with, if it is to do so."""
+    path = os.environ.get("HORO_LITE_RECORD_STEPS")
+    return Path(path).absolute() if path else None
+
+
 def registers_with_nccl() -> bool:
     """Return whether the fusion buffer is registered with NCCL."""
     return os.environ.get("HORO_LITE_NCCL_REGISTER", "1") != "0"
@@ -412,6 +418,13 @@ VARIABLES = (
         "",
         "the folder where a job that fails leaves the last operations of every rank "
         "([when-it-hangs.md](when-it-hangs.md#flight-record))",
+        "none",
+    ),
+    Variable(
+        ("HORO_LITE_RECORD_STEPS",),
+        "`horo-lite --record-steps`",
+        "the file in which rank 0 records the gradients and parameters of every step, for "
+        "`horo-lite compare` ([same-steps.md](how-to/same-steps.md))",
         "none",
     ),
     Variable(

@@ -22,6 +22,8 @@ from horo_lite.collectives.reductions import AllReduce, Average, Op, Sum
 from horo_lite.context import on_ended, on_ending, on_renewed
 from horo_lite.errors import raised_in_graphs, warn
 from horo_lite.jax.primitive import bind, complete
+from horo_lite.settings import check_every
+from horo_lite.training import step_record
 from horo_lite.training.gradient_memory import compare_samples, hash_of
 from horo_lite.transports.interface import Header
 
@@ -127,7 +129,7 @@ class Allreduce(Call):
     postscale_factor: float = 1.0
     names: tuple[str, ...] = ()  # of the arrays
     weighted: bool = False  # the last input is the weight
-    checks_start: bool = False  # warn if ranks have the same gradients in the first call
+    of_gradients: bool = False  # warn if ranks have the same in the first call; record steps
 
     in_place = True
     elementwise = True
@@ -147,6 +149,7 @@ class Allreduce(Call):
         mine = self._hash_if_first(arrays)
         averages = ops.grouped_allreduce(arrays, self.op, name=self.name, **options, group=group)
         self._compare_samples(mine, self.name or "")
+        self._record(averages)
         return averages
 
     def start(self, xs: list[Any], name: str) -> Handle:
@@ -165,14 +168,15 @@ class Allreduce(Call):
         mine = self._hash_if_first(self._given(xs)[0])
         result = super().execute(xs, name)
         self._compare_samples(mine, name, run)
+        self._record(self._given(xs)[0])
         return result
 
     def _hash_if_first(self, gradients: Sequence[Array]) -> int | None:
         """Return their hash, before the first exchange of gradients with these names."""
         group = self.ranks()
-        if not self.checks_start or group.size == 1 or self.names in _Compared.of(group).names:
+        if not self.of_gradients or group.size == 1 or self.names in _Compared.of(group).names:
             return None
-        return hash_of(gradients, group)
+        return None if check_every() == 0 else hash_of(gradients, group)
 
     def _compare_samples(
         self,
@@ -188,6 +192,13 @@ class Allreduce(Call):
         text = compare_samples(mine, group, label, run)
         if text is not None and group.rank == 0:
             warn(text)
+
+    def _record(self, averages: Sequence[Array]) -> None:
+        """Record the step, if that is wanted."""
+        if self.of_gradients and step_record.is_on():
+            named = zip(self.names or ("",), averages, strict=True)
+            title, how = self.name or "gradients", str(self.compression.name)
+            step_record.record(title, named, (), self.ranks(), how)
 
     def check(self, dtypes: Sequence[Any]) -> None:
         arrays = Memory([np.empty(0, dtype) for dtype in dtypes], fresh=True)

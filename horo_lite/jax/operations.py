@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import jax.numpy as jnp
 
-from horo_lite import ops, settings
+from horo_lite import ops
 from horo_lite.adapters.jax import named_arrays
 from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.group import Group
@@ -123,8 +123,7 @@ def average_gradients(
     """
     if weight is not None and op is not Average:
         raise ValueError(f"a weight needs op=Average; with op={op} it has no meaning")
-    call = Allreduce(name or "gradients", group, op, compression)
-    call = replace(call, checks_start=settings.check_every() != 0)
+    call = Allreduce(name or "gradients", group, op, compression, of_gradients=True)
     return _reduced(tree, call, weight)
 
 

@@ -32,6 +32,7 @@ from horo_lite.torch.shared_parameters import make_own
 from horo_lite.torch.slots import Slot, SlotAdapter, is_sparse
 from horo_lite.torch.submission import none_instead_of
 from horo_lite.torch.uncompiled import uncompiled
+from horo_lite.training import step_record
 from horo_lite.training.hyperparameters import Hyperparameters, digest, hyperparameters
 from horo_lite.training.options import Options, averaging
 from horo_lite.transports.shm import SharedMemory
@@ -122,7 +123,7 @@ class GradientExchange:
     def follow_world(self) -> None:
         """Use the ranks of the current world; discard gradients of an earlier one."""
         self.group = group_of_member(self.options.group)
-        self.active = self.group is not None and self.group.size > 1
+        self.active = self.group is not None and (self.group.size > 1 or step_record.is_on())
         self.slots: list[Slot] = []
         self._seen: list[Any] = []  # their parameters
         self._step = Step()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import pickle
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -34,6 +34,7 @@ from horo_lite.collectives.reductions import (
 from horo_lite.errors import MismatchError, NonFiniteError, PeerLostError, StallError, warn
 from horo_lite.recording import recorder
 from horo_lite.state import drift
+from horo_lite.training import step_record
 from horo_lite.training.gradient_memory import (
     OFF,
     Finding,
@@ -450,6 +451,7 @@ class Reducer:
             self.fail(error)
         arrays, copied = own.arrays, own.copied
         if self._compares_later() and self._follow(mine, arrays, copied):
+            self._record(arrays)
             return Common(mine, 0, dict.fromkeys(self.group.transport.ranks, note), {}, True, False)
         common = self._agree(self._offer(mine, note, numbers))
         plan, n_begun = common.plan, common.n_begun
@@ -480,6 +482,7 @@ class Reducer:
         self.reset_unless_finite([arrays[i] for i in plan.travelling])
         if self._agreed is None or self._agreed.plan != plan:
             self._agreed = AgreedPlan.of(plan, arrays)  # buckets leave early under it from now on
+        self._record(arrays)
         return common
 
     def _read(self) -> Gradients:
@@ -614,14 +617,33 @@ class Reducer:
         Whatever a script has forgotten, to broadcast parameters or to distribute samples, it would
         raise no error.
         """
-        named: list[tuple[str, Any]] = []
-        for (name, parameter), present in zip(self._parameters, plan.present, strict=True):
-            with suppress(TypeError, AttributeError):  # an adapter that knows gradients only
-                if present and (value := self._adapter.value(parameter)) is not None:
-                    named.append((name, value))
+        named = list(self._values(i for i, present in enumerate(plan.present) if present))
         differing = drift.differences(named, self.group, self._label) if named else None
         same = compare_samples(hash_of(arrays, self.group), self.group, self._label)
         return [text for text in (differing and f"{differing} {OFF}", same) if text]
+
+    def _values(self, chosen: Iterable[int]) -> Iterator[tuple[str, Any]]:
+        """Yield the names and values of these parameters, as far as they are known."""
+        for i in chosen:
+            name, parameter = self._parameters[i]
+            with suppress(TypeError, AttributeError):  # an adapter that knows gradients only
+                if (value := self._adapter.value(parameter)) is not None:
+                    yield name, value
+
+    def _record(self, averages: Sequence[Any]) -> None:
+        """Record the step, if that is wanted."""
+        if step_record.is_on():
+            # Otherwise this rank has the averages of its share only.
+            received = averages if self.division is None else []
+            names = [name for name, _ in self._parameters]
+            values = self._values(range(len(names)))
+            step_record.record(
+                self._title or f"gradients of optimizer {self.number}",
+                zip(names, received, strict=False),
+                values,
+                self.group,
+                str(self._compression.name),
+            )
 
     def reset_unless_finite(self, results: Sequence[Any]) -> None:
         """Forget what a compressor keeps of a step that overflowed, which the caller will skip.

@@ -1,0 +1,79 @@
+"""PyTorch's optimizers on several ranks take the steps of one process, as `compare` sees it."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from steps import compared, recorded
+
+torch = pytest.importorskip("torch")
+
+from horo_lite.collectives.group import Group  # noqa: E402
+from horo_lite.torch.optimizer import DistributedOptimizer  # noqa: E402
+
+N_STEPS = 5
+
+
+def train(
+    group: Group, lr: float = 0.01, passes: int = 1, clip: bool = True, **options: Any
+) -> None:
+    rng = torch.Generator().manual_seed(3)
+    net = torch.nn.Sequential(torch.nn.Linear(12, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
+    for parameter in net.parameters():
+        parameter.data.normal_(0, 0.3, generator=rng)
+    inner = torch.optim.Adam(net.parameters(), lr)
+    optimizer = DistributedOptimizer(
+        inner, net.named_parameters(), process_set=group, backward_passes_per_step=passes, **options
+    )
+    for _ in range(N_STEPS):
+        optimizer.zero_grad()
+        for _ in range(passes):
+            x, y = torch.randn(12, 12, generator=rng), torch.randn(12, 3, generator=rng)
+            mine = slice(group.rank, None, group.size)
+            ((net(x[mine]) - y[mine]).square().mean() / passes).backward()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("options", "n_ranks"),
+    [
+        ({}, 3),
+        ({"passes": 2, "gradient_as_bucket_view": True}, 2),
+        ({"shard_state": True}, 2),
+        ({"shard_state": True, "shared_parameters": True}, 2),
+    ],
+    ids=str,
+)
+def test_ranks_take_the_steps_of_one_process(
+    options: dict[str, Any], n_ranks: int, tmp_path: Path
+) -> None:
+    passes = options.get("passes", 1)
+    one = recorded(tmp_path / "one", 1, partial(train, passes=passes))
+    several = recorded(tmp_path / "several", n_ranks, partial(train, **options))
+    assert compared(one, several) == (0, f"The same in all {N_STEPS} steps.")
+    other = recorded(tmp_path / "other", n_ranks, partial(train, lr=0.02, **options))
+    code, text = compared(one, other)
+    assert code == 1
+    assert text.startswith("Step 1 is the first to differ, in its updates: B's are 2 times A's: 4 ")
+
+
+def test_averages_of_a_share_are_left_out(tmp_path: Path) -> None:
+    """The parameters show the steps, too."""
+    train_one = partial(train, clip=False)
+    train_two = partial(train_one, shard_state=True, shard_gradients=True)
+    one = recorded(tmp_path / "one", 1, train_one)
+    code, text = compared(one, recorded(tmp_path / "two", 2, train_two))
+    assert text == (
+        "Not compared: gradients that only one run has, 0.bias, 0.weight, 2.bias and 1 more.\n"
+        f"The same in all {N_STEPS} steps."
+    )
+    assert code == 0
+    faster = recorded(tmp_path / "faster", 2, partial(train_two, lr=0.02))
+    code, text = compared(one, faster)
+    assert code == 1
+    assert "Step 1 is the first to differ, in its updates: B's are 2 times A's" in text
