@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from horo_lite.start.stall import Straggler as Straggler
     from horo_lite.start.stall import announce as announce
     from horo_lite.start.stall import stragglers as stragglers
+    from horo_lite.start.trace import record_step as record_step
     from horo_lite.start.trace import start_timeline as start_timeline
     from horo_lite.start.trace import stop_timeline as stop_timeline
     from horo_lite.start.traffic import Stats as Stats
@@ -82,7 +83,7 @@ _DEFINED_IN = {
         "training.optimizer": "DistributedOptimizer",
         "start.stall": "announce stragglers Straggler",
         "start.traffic": "stats Stats",
-        "start.trace": "start_timeline stop_timeline",
+        "start.trace": "start_timeline stop_timeline record_step",
         "context": "is_initialized world rank size local_rank local_size cross_rank cross_size "
         "is_homogeneous device World Device",
         "start.groups": "new_group free_group",

@@ -74,7 +74,8 @@ def files_written(source: str) -> Iterator[str]:
                 yield text
         elif name == "open":
             is_method = called != "open"
-            modes = arguments[0 if is_method else 1 :]
+            modes = [*node.args[0 if is_method else 1 :]]
+            modes += [one.value for one in node.keywords if one.arg == "mode"]
             is_descriptor = not is_method and isinstance(node.args[0], ast.Call)
             found = [one.value for one in modes if isinstance(one, ast.Constant)]
             if not is_descriptor and any(re.search("[wax+]", str(one)) for one in found):

@@ -198,7 +198,7 @@ class Allreduce(Call):
         if self.of_gradients and step_record.is_on():
             named = zip(self.names or ("",), averages, strict=True)
             title, how = self.name or "gradients", str(self.compression.name)
-            step_record.record(title, named, (), self.ranks(), how)
+            step_record.record_for(self.ranks(), title, named, (), how)
 
     def check(self, dtypes: Sequence[Any]) -> None:
         arrays = Memory([np.empty(0, dtype) for dtype in dtypes], fresh=True)

@@ -1,11 +1,17 @@
-"""Public functions of the timeline, which is written between `init()` and `shutdown()`."""
+"""Public functions of the timeline, and of the record of a training without horo_lite."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any
 
 from horo_lite import context
+from horo_lite.adapters import adapter_of
 from horo_lite.recording import timeline
+from horo_lite.start import launcher
+from horo_lite.training import step_record
 
 
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
@@ -38,3 +44,52 @@ def stop_timeline() -> None:
             trace` adds them.
     """
     timeline.stop()
+
+
+def record_step(
+    optimizer: Any,
+    named_parameters: Iterable[tuple[str, Any]] | None = None,
+    *,
+    name: str = "gradients of optimizer 1",
+) -> None:
+    """Record a step of a script that does not train with horo_lite, for `horo-lite compare`.
+
+    A `DistributedOptimizer` records its steps itself. Where gradients are averaged by another
+    library, or on one process by none, call this when they are complete and before anything
+    changes them: after `backward()` (Horovod: after `synchronize()`), before clipping and `step()`.
+    It needs no `init()`. Without HORO_LITE_RECORD_STEPS, and on other ranks than 0, it has no
+    effect.
+
+    Args:
+        optimizer: The optimizer, or the model, that has the parameters.
+        named_parameters: Pairs (name, parameter), as from `model.named_parameters()`; by default
+            those of `optimizer`, with names that depend on the framework.
+        name: The optimizer, if there are several. By default the first one to step.
+
+    Raises:
+        ValueError: `optimizer` shows no parameters.
+        TypeError: Its parameters show no gradients.
+    """
+    if not step_record.is_on():
+        return
+    if context.is_initialized():
+        rank, size = context.rank(), context.size()
+    else:
+        launch = launcher.detect(os.environ)
+        rank, size = ((launch.rank or 0), (launch.size or 1)) if launch else (0, 1)
+    if rank != 0:
+        return
+    found = list(named_parameters or adapter_of(optimizer).parameters(optimizer))
+    if not found:
+        raise ValueError(
+            f"{type(optimizer).__name__} shows no parameters: pass named_parameters=, pairs of a "
+            "name and a parameter with a .grad"
+        )
+    adapter = adapter_of(found[0][1])
+    adapter.compute([parameter for _, parameter in found])
+    gradients = [(label, adapter.gradient(parameter)) for label, parameter in found]
+    values = []
+    for label, parameter in found:
+        with suppress(TypeError, AttributeError):  # objects that have a gradient only
+            values.append((label, adapter.value(parameter)))
+    step_record.record(name, gradients, values, size=size)

@@ -21,10 +21,10 @@ class Readable:
     """Arrays in a form that the core can read; at most one copy from a GPU exists at a time.
 
     Args:
-        group: The group whose stream copies arrays from a GPU.
+        group: The group whose stream copies arrays from a GPU; None: they copy themselves.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group | None) -> None:
         self._group = group
         self._staging: _native.Staging | None = None
 
@@ -52,6 +52,8 @@ class Readable:
 
     def _downloaded(self, value: Any) -> Tensors:
         """Copy an array from a GPU into host memory, which the next call overwrites."""
+        if self._group is None:
+            return self.plain(value.cpu() if hasattr(value, "cpu") else value.get())  # torch, CuPy
         memory = self._group.rows(value)
         assert memory.stream is not None
         memory.begin()

@@ -637,11 +637,11 @@ class Reducer:
             received = averages if self.division is None else []
             names = [name for name, _ in self._parameters]
             values = self._values(range(len(names)))
-            step_record.record(
+            step_record.record_for(
+                self.group,
                 self._title or f"gradients of optimizer {self.number}",
                 zip(names, received, strict=False),
                 values,
-                self.group,
                 str(self._compression.name),
             )
 

@@ -46,31 +46,46 @@ def is_on() -> bool:
     return _writer.path() is not None
 
 
-def record(
-    title: str, gradients: Named, parameters: Named, group: Group, compression: str = "none"
+def record_for(
+    group: Group, title: str, gradients: Named, parameters: Named, compression: str = "none"
 ) -> None:
-    """Write a line, if steps are recorded and this is rank 0.
+    """Write a line after an exchange of `group`, if steps are recorded and this is rank 0.
 
-    Not collective. A file that cannot be written is a warning: the other ranks train, too.
+    Not collective. The other arguments are those of `record`.
+    """
+    ranks = group.transport.ranks
+    if is_on() and ranks[group.rank] == 0:
+        record(title, gradients, parameters, Readable(group), compression, size=len(ranks))
+
+
+def record(
+    title: str,
+    gradients: Named,
+    parameters: Named,
+    readable: Readable | None = None,
+    compression: str = "none",
+    *,
+    size: int,
+) -> None:
+    """Write a line. A file that cannot be written is a warning: the other ranks train, too.
 
     Args:
         title: Whose exchange it was, in the same words each time.
         gradients: The averages by name; those that are None are left out.
         parameters: The parameters by name, as before the step, likewise.
-        group: The ranks, which copies arrays from a GPU.
+        readable: Reads the arrays.
         compression: The name of the gradients' compression.
+        size: The number of ranks.
     """
-    if not is_on() or group.transport.ranks[group.rank] != 0:
-        return
+    readable = readable or Readable(None)
     try:
-        readable = Readable(group)
         line = {
             "of": title,
             "compression": compression,
             "gradients": _sketches(gradients, readable),
             "parameters": _sketches(parameters, readable),
         }
-        _writer.write(line, len(group.transport.ranks))
+        _writer.write(line, size)
     except OSError as error:
         _writer.give_up()
         warn(f"the steps are no longer recorded, since their file cannot be written: {error}")

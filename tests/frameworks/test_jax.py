@@ -159,6 +159,31 @@ for compiled in (True, False):
             jax.block_until_ready(average({f"{who} {compiled}": jnp.full(3, value)}))
     texts = [str(one.message) for one in caught if "all gradients are the same" in str(one.message)]
     assert len(texts) == (rank == 0), texts
+
+import os, pathlib, tempfile
+from horo_lite.launch.compare import Comparison, read
+from horo_lite.training import step_record
+
+# The record of the steps shows averages; each rank's own would differ.
+def recorded(x, y, compiled, **options):
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["HORO_LITE_RECORD_STEPS"] = path = folder + "/steps"
+        tx = hvd.DistributedOptimizer(optax.sgd(0.1), **options)
+        train(tx, params, x, y, compiled, steps=3, weight=float(len(x)))
+        del os.environ["HORO_LITE_RECORD_STEPS"]
+        step_record._writer.close()
+        return read(pathlib.Path(path)).steps["gradients"] if rank == 0 else None
+
+first = hvd.new_group([0])
+for compiled in (True, False):
+    together = recorded(x[mine], y[mine], compiled)
+    if rank == 0:
+        alone = recorded(x, y, True, group=first)
+        own = recorded(x[mine], y[mine], True, group=first)
+        assert len(alone) == 3 and len(alone[0].gradients.names) == 4
+        assert Comparison(alone, together, 1e-4).is_same
+        assert Comparison(alone, own, 1e-4).finding.step == 1
+    hvd.barrier()
 """,
         np,
         way,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ from steps import compared, recorded
 
 torch = pytest.importorskip("torch")
 
+import horo_lite as hvd  # noqa: E402
 from horo_lite.collectives.group import Group  # noqa: E402
 from horo_lite.torch.optimizer import DistributedOptimizer  # noqa: E402
+from horo_lite.training import step_record  # noqa: E402
 
 N_STEPS = 5
 
@@ -77,3 +80,55 @@ def test_averages_of_a_share_are_left_out(tmp_path: Path) -> None:
     code, text = compared(one, faster)
     assert code == 1
     assert "Step 1 is the first to differ, in its updates: B's are 2 times A's" in text
+
+
+def test_a_script_without_horo_lite_records_its_steps(tmp_path: Path) -> None:
+    """Names, such as those with a prefix from DDP, may be others."""
+
+    def plain(_: Group) -> None:
+        rng = torch.Generator().manual_seed(3)
+        net = torch.nn.Sequential(torch.nn.Linear(12, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
+        for parameter in net.parameters():
+            parameter.data.normal_(0, 0.3, generator=rng)
+        optimizer = torch.optim.Adam(net.parameters(), 0.01)
+        for _ in range(N_STEPS):
+            optimizer.zero_grad()
+            x, y = torch.randn(12, 12, generator=rng), torch.randn(12, 3, generator=rng)
+            (net(x) - y).square().mean().backward()
+            hvd.record_step(optimizer, torch.nn.ModuleDict({"module": net}).named_parameters())
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+            optimizer.step()
+
+    one = recorded(tmp_path / "one", 1, plain)
+    code, text = compared(one, recorded(tmp_path / "two", 2, train))
+    assert text == (
+        f"The names differ: arrays are compared in their order.\nThe same in all {N_STEPS} steps."
+    )
+    assert code == 0
+    assert compared(one, recorded(tmp_path / "more", 2, partial(train, lr=0.02)))[0] == 1
+
+
+def test_record_step_takes_what_has_parameters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = torch.nn.Linear(2, 1)
+    net(torch.ones(1, 2)).sum().backward()
+    hvd.record_step(net)
+    monkeypatch.setenv("HORO_LITE_RECORD_STEPS", str(tmp_path / "file"))
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    hvd.record_step(net)
+    assert not (tmp_path / "file").exists()
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    for of in (net, torch.optim.SGD(net.parameters(), 0.1)):
+        hvd.record_step(of)
+    first, *steps = map(json.loads, (tmp_path / "file").read_text().splitlines())
+    assert first["size"] == 2
+    assert [list(step["gradients"]) for step in steps] == [
+        ["weight", "bias"],
+        ["param_groups[0][0]", "param_groups[0][1]"],
+    ]
+    assert [step["gradients"] == step["parameters"] for step in steps] == [False, False]
+    with pytest.raises(ValueError, match="Tanh shows no parameters: pass named_parameters="):
+        hvd.record_step(torch.nn.Tanh())
+    step_record._writer.close()
