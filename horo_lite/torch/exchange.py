@@ -42,7 +42,6 @@ from horo_lite.transports.shm import SharedMemory
 _MARK = "_horo_lite_origin"
 _COMPUTED = 0  # by backward(), or by that of other ranks
 _BY_HAND = -1  # assigned by the user, who may write the next step's values into the same tensor
-_BEFORE = -2  # existed before its parameter belonged to this optimizer
 # The version of a gradient that was exchanged without a call of the hook.
 _TAKEN = "_horo_lite_taken"
 
@@ -196,7 +195,8 @@ class GradientExchange:
     def look_at_parameters(self, *, with_gradients: bool = False) -> None:
         """Update the slots to the current parameters, and register missing hooks.
 
-        Existing gradients of new parameters take part in the next exchange only `with_gradients`.
+        Existing gradients of new parameters take part in the next exchange. `with_gradients`, no
+        hook has seen these: they are treated as assigned by hand.
         """
         if not self.active:
             return
@@ -211,7 +211,8 @@ class GradientExchange:
                     slot = self._of_id[id(parameter)] = Slot(name, parameter)
                     make_own(parameter)
                     if parameter.grad is not None and not with_gradients:
-                        setattr(parameter.grad, _MARK, _BEFORE)  # not touched yet
+                        setattr(parameter.grad, _MARK, _COMPUTED)
+                        slot.touched = True
                 slot.index = i
                 self.slots.append(slot)
                 _owner_of[id(parameter)] = weakref.ref(self)
@@ -470,8 +471,7 @@ class GradientExchange:
         gradient = slot.parameter.grad
         if gradient is None or slot.exchanged:
             return False
-        mark = getattr(gradient, _MARK, _BY_HAND)
-        return mark == _BY_HAND or (mark == _BEFORE and self._step.is_due)
+        return bool(getattr(gradient, _MARK, _BY_HAND) == _BY_HAND)
 
     def _check_hyperparameters(self) -> None:
         """Raise MismatchError on every rank if they are about to step with different ones.
@@ -628,10 +628,10 @@ class GradientExchange:
                 finally:
                     self._pass = BackwardPass()
                     self.reset_counts()
+        by_hand = [slot for slot in touched if slot.passes == 0 and self._is_by_hand(slot)]
         for slot in touched:
             if not n_ready[slot.index]:
                 slot.move_to_shared_memory()
-        by_hand = [slot for slot in touched if slot.passes == 0 and not _is_computed(slot)]
         self._use_weight()
         try:
             common = reducer.finish(note)
@@ -761,10 +761,6 @@ def _follow_world() -> None:
 
 
 on_renewed(_follow_world)
-
-
-def _is_computed(slot: Slot) -> bool:
-    return getattr(slot.parameter.grad, _MARK, _BY_HAND) == _COMPUTED
 
 
 def _changed_too_early(name: str) -> str:

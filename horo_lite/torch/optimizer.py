@@ -109,12 +109,13 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     An exchange includes the gradients that backward() has touched on any rank since the last one. A
     gradient touched on no rank is not changed: it stays None, or what it was (without zero_grad(),
     or with zero_grad(set_to_none=False)). Touched on some ranks only, it counts as zeros on the
-    others, whatever its value there, and all receive the result. A gradient that was assigned by
-    hand takes part in step(), and so does the same tensor in every later step, with its contents at
-    that time, until backward() adds to it or another one replaces it. Changes by hand after
-    backward() affect only this rank. A rank that has no loss, and so no backward(), receives the
-    averages in step(): if gradients are clipped or unscaled before step(), call synchronize() on
-    every rank after backward(); otherwise it is a RuntimeError.
+    others, whatever its value there, and all receive the result. Gradients that exist when the
+    optimizer is wrapped take part in the first exchange. A gradient that was assigned by hand takes
+    part in step(), and so does the same tensor in every later step, with its contents at that time,
+    until backward() adds to it or another one replaces it. Changes by hand after backward() affect
+    only this rank. A rank that has no loss, and so no backward(), receives the averages in step():
+    if gradients are clipped or unscaled before step(), call synchronize() on every rank after
+    backward(); otherwise it is a RuntimeError.
 
     With gradient_as_bucket_view=True, each `.grad` that backward() has touched is a tensor in
     shared memory, always the same one: a tensor that autograd or the user puts in its place is
