@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from horo_lite.collectives.group import Group
 from horo_lite.collectives.reductions import AnyOp, Average, Sum
 from horo_lite.horovod.process_sets import group_of, root_in
 from horo_lite.torch.compression import Compression
@@ -23,9 +22,34 @@ from horo_lite.torch.submission import (
     synchronize,
 )
 
+Backward: TypeAlias = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+Run: TypeAlias = Callable[[Sequence[Tensor], "str | None", Set], tuple[Sequence[Tensor], Backward]]
+"""Executes an operation on tensors, under a name, among ranks. Returns the results, of which those
+beyond the number of tensors have no gradient, and what turns their gradients into the tensors'."""
 
-def _differentiable(tensors: Sequence[Tensor]) -> bool:
-    return torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in tensors)
+
+class _Collective(torch.autograd.Function):
+    """An operation with a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Run, name: str, ranks: Set, *xs: Tensor) -> tuple[Tensor, ...]:
+        results, ctx.run_backward = run(xs, name, ranks)
+        ctx.mark_non_differentiable(*results[len(xs) :])
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return None, None, None, *ctx.run_backward(grads)
+
+
+def _performed(
+    kind: str, tensors: Sequence[Tensor], name: str | None, process_set: Set, run: Run
+) -> list[Tensor]:
+    """Return the results of an operation; differentiable if a tensor requires a gradient."""
+    if not torch.is_grad_enabled() or not any(getattr(x, "requires_grad", False) for x in tensors):
+        return list(run(tensors, name, process_set)[0])
+    group = group_of(process_set)
+    return list(_Collective.apply(run, name_of(group, kind, name), group, *tensors))
 
 
 def reduced(
@@ -37,54 +61,123 @@ def reduced(
     postscale_factor: float,
     process_set: Set,
 ) -> list[Tensor]:
-    """Return the op over all ranks' tensors; differentiable if a tensor requires a gradient."""
-    tensors = listed(tensors)
-    options = op, name, compression, prescale_factor, postscale_factor, process_set
-    if _differentiable(tensors):
-        return list(_Allreduce.apply(options, *tensors))
-    results: list[Tensor] = synchronize(submit_reduction("allreduce", tensors, *options))
-    return results
+    """Return the op over all ranks' tensors.
+
+    Every rank's result depends on every rank's tensor: gradients are reduced in the same way.
+    """
+    factors = prescale_factor, postscale_factor
+
+    def run(xs: Sequence[Tensor], name: str | None, ranks: Set) -> Any:
+        def backward(grads: Sequence[Tensor]) -> list[Tensor]:
+            _check_linear(op)
+            return reduced(grads, op, f"{name} gradient", Compression.none, *factors, ranks)
+
+        how = op, name, compression, *factors, ranks
+        return synchronize(submit_reduction("allreduce", xs, *how)), backward
+
+    return _performed("allreduce", listed(tensors), name, process_set, run)
 
 
-def scattered(tensors: Sequence[Tensor], *options: Any) -> list[Tensor]:
-    """Take the arguments of `reduced`, and return this rank's rows of its result."""
-    tensors = listed(tensors)
-    if _differentiable(tensors):
-        return list(_Reducescatter.apply(options, *tensors))
-    results: list[Tensor] = synchronize(submit_reduction("reducescatter", tensors, *options))
-    return results
+def scattered(
+    tensors: Sequence[Tensor],
+    op: AnyOp,
+    name: str | None,
+    compression: Any,
+    prescale_factor: float,
+    postscale_factor: float,
+    process_set: Set,
+) -> list[Tensor]:
+    """Return this rank's rows of what `reduced` returns.
+
+    The gradient is the gathered gradients of all parts, times the number of ranks for Sum.
+    """
+    factors = prescale_factor, postscale_factor
+
+    def run(xs: Sequence[Tensor], name: str | None, ranks: Set) -> Any:
+        def backward(grads: Sequence[Tensor]) -> list[Tensor]:
+            _check_linear(op)
+            n_times = prescale_factor * postscale_factor
+            factor = n_times * group_of(ranks).size if op is Sum else n_times
+            return [grad * factor for grad in gathered(grads, f"{name} gradient", ranks)]
+
+        how = op, name, compression, *factors, ranks
+        return synchronize(submit_reduction("reducescatter", xs, *how)), backward
+
+    return _performed("reducescatter", listed(tensors), name, process_set, run)
 
 
 def gathered(tensors: Sequence[Tensor], name: str | None, process_set: Set) -> list[Tensor]:
-    """Return all ranks' rows of each tensor; differentiable if one requires a gradient."""
-    tensors = listed(tensors)
-    if _differentiable(tensors):
-        return list(_Allgather.apply(name, process_set, *tensors))
-    results: list[Tensor] = synchronize(submit_allgather(tensors, name, process_set))
-    return results
+    """Return all ranks' rows of each tensor.
+
+    All ranks receive a rank's rows: their gradients are averaged.
+    """
+
+    def run(xs: Sequence[Tensor], name: str | None, ranks: Set) -> Any:
+        results = synchronize(submit_allgather(xs, name, ranks))
+        shapes = [x.shape for x in xs]
+        n_rows = [shape[0] if shape else 1 for shape in shapes]
+
+        def backward(grads: Sequence[Tensor]) -> list[Tensor]:
+            everyone = torch.tensor([n_rows], device="cpu")
+            (everyone,) = gathered([everyone], f"{name} gradient rows", ranks)
+            before = everyone[: group_of(ranks).rank].sum(0).tolist()
+            return [
+                mean[begin : begin + n].reshape(shape)
+                for mean, begin, n, shape in zip(
+                    _averaged(grads, name, ranks), before, n_rows, shapes, strict=True
+                )
+            ]
+
+        return results, backward
+
+    return _performed("allgather", listed(tensors), name, process_set, run)
 
 
 def sent_from_root(tensor: Tensor, root_rank: int, name: str | None, process_set: Set) -> Tensor:
-    """Return the root's tensor; differentiable if `tensor` requires a gradient."""
-    if _differentiable([tensor]):
-        result: Tensor = _Broadcast.apply(tensor, root_rank, name, process_set)
-        return result
-    return synchronize(submit_broadcast(tensor, root_rank, name, process_set, in_place=False))
+    """Return the root's tensor.
+
+    All ranks receive it: its gradient is the average of theirs.
+    """
+
+    def run(xs: Sequence[Tensor], name: str | None, ranks: Set) -> Any:
+        def backward(grads: Sequence[Tensor]) -> list[Tensor]:
+            (mean,) = _averaged(grads, name, ranks)
+            group = group_of(ranks)
+            if group.rank != root_in(group, root_rank):
+                # In the graph, since second derivatives are collective.
+                mean = mean.masked_fill(torch.ones((), dtype=torch.bool, device=mean.device), 0)
+            return [mean]
+
+        handle = submit_broadcast(xs[0], root_rank, name, ranks, in_place=False)
+        return [synchronize(handle)], backward
+
+    (result,) = _performed("broadcast", [tensor], name, process_set, run)
+    return result
 
 
 def rows_exchanged(
     tensor: Tensor, splits: Any, name: str | None, process_set: Set
 ) -> tuple[Tensor, Tensor]:
-    """Return the rows for this rank, and the number from each rank."""
-    if _differentiable([tensor]):
-        result, received = _Alltoall.apply(tensor, splits, name, process_set)
-    else:
-        result, received = synchronize(submit_alltoall(tensor, splits, name, process_set))
+    """Return the rows for this rank, and the number from each rank.
+
+    Gradients are sent back to the ranks that the rows came from.
+    """
+
+    def run(xs: Sequence[Tensor], name: str | None, ranks: Set) -> Any:
+        result, received = synchronize(submit_alltoall(xs[0], splits, name, ranks))
+        splits_back = received.tolist()
+
+        def backward(grads: Sequence[Tensor]) -> list[Tensor]:
+            return [rows_exchanged(grads[0], splits_back, f"{name} gradient", ranks)[0]]
+
+        return [result, received], backward
+
+    result, received = _performed("alltoall", [tensor], name, process_set, run)
     return result, received
 
 
-def _averaged(grads: Sequence[Tensor], name: str, group: Group) -> list[Tensor]:
-    return reduced(grads, Average, name, Compression.none, 1.0, 1.0, group)
+def _averaged(grads: Sequence[Tensor], name: str | None, ranks: Set) -> list[Tensor]:
+    return reduced(grads, Average, f"{name} gradient", Compression.none, 1.0, 1.0, ranks)
 
 
 def _check_linear(op: AnyOp) -> None:
@@ -93,125 +186,3 @@ def _check_linear(op: AnyOp) -> None:
             f"a reduction with {op.name} has no gradient: use hvd.Sum or hvd.Average, or call it "
             "under torch.no_grad() or on tensor.detach()"
         )
-
-
-class _Allreduce(torch.autograd.Function):
-    """Every rank's result depends on every rank's tensor: gradients are reduced in the same way."""
-
-    @staticmethod
-    def forward(ctx: Any, options: tuple[Any, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
-        op, name, compression, prescale, postscale, process_set = options
-        group = group_of(process_set)
-        name = name_of(group, "allreduce", name)
-        ctx.options = op, f"{name} gradient", Compression.none, prescale, postscale, group
-        return tuple(
-            synchronize(
-                submit_reduction(
-                    "allreduce", tensors, op, name, compression, prescale, postscale, group
-                )
-            )
-        )
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        op, name, compression, prescale, postscale, group = ctx.options
-        _check_linear(op)
-        return None, *reduced(grads, op, name, compression, prescale, postscale, group)
-
-
-class _Reducescatter(torch.autograd.Function):
-    """The gradient is the gathered gradients of all parts, times the number of ranks for Sum."""
-
-    @staticmethod
-    def forward(ctx: Any, options: tuple[Any, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
-        op, name, compression, prescale, postscale, process_set = options
-        group = group_of(process_set)
-        name = name_of(group, "reducescatter", name)
-        ctx.options = op, f"{name} gradient", prescale * postscale, group
-        return tuple(
-            synchronize(
-                submit_reduction(
-                    "reducescatter", tensors, op, name, compression, prescale, postscale, group
-                )
-            )
-        )
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        op, name, factor, group = ctx.options
-        _check_linear(op)
-        factor = factor * group.size if op is Sum else factor
-        return None, *(grad * factor for grad in gathered(grads, name, group))
-
-
-class _Allgather(torch.autograd.Function):
-    """All ranks receive a rank's rows: their gradients are averaged."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, name: str | None, process_set: Set, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        group = group_of(process_set)
-        name = name_of(group, "allgather", name)
-        ctx.options = f"{name} gradient", group, [x.shape for x in tensors]
-        return tuple(synchronize(submit_allgather(tensors, name, group)))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        name, group, shapes = ctx.options
-        n_rows = torch.tensor([[shape[0] if shape else 1 for shape in shapes]], device="cpu")
-        before = gathered([n_rows], f"{name} rows", group)[0][: group.rank].sum(0).tolist()
-        means = _averaged(grads, name, group)
-        return (
-            None,
-            None,
-            *(
-                mean[begin : begin + (shape[0] if shape else 1)].reshape(shape)
-                for mean, begin, shape in zip(means, before, shapes, strict=True)
-            ),
-        )
-
-
-class _Broadcast(torch.autograd.Function):
-    """All ranks receive the root's tensor: its gradient is the average of theirs."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: Tensor, root_rank: int, name: str | None, process_set: Set
-    ) -> Tensor:
-        group = group_of(process_set)
-        name = name_of(group, "broadcast", name)
-        ctx.options = f"{name} gradient", group, root_in(group, root_rank)
-        result: Tensor = synchronize(
-            submit_broadcast(tensor, root_rank, name, group, in_place=False)
-        )
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        name, group, root = ctx.options
-        (mean,) = _averaged(grads, name, group)
-        if group.rank != root:  # in the graph, since second derivatives are collective
-            mean = mean.masked_fill(torch.ones((), dtype=torch.bool, device=mean.device), 0)
-        return mean, None, None, None
-
-
-class _Alltoall(torch.autograd.Function):
-    """Gradients are sent back to the ranks that the rows came from."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: Tensor, splits: Any, name: str | None, process_set: Set
-    ) -> tuple[Tensor, Tensor]:
-        group = group_of(process_set)
-        name = name_of(group, "alltoall", name)
-        result, received = synchronize(submit_alltoall(tensor, splits, name, group))
-        ctx.options = f"{name} gradient", group, received.tolist()
-        ctx.mark_non_differentiable(received)
-        return result, received
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        name, group, received = ctx.options
-        grad, _ = rows_exchanged(grads[0], received, name, group)
-        return grad, None, None, None
