@@ -184,14 +184,19 @@ class _Division:
     def received(self, updates: Any, dtypes: Sequence[Any], name: str | None) -> Any:
         """Return all updates, each as its owner has it."""
         paths = jax.tree_util.tree_flatten_with_path(updates)[0]
-        names = tuple(keystr(path, simple=True, separator=".") for path, _ in paths)
-        owners = tuple(self.owners)
+        all_owners, leaves = self.owners, [x for _, x in paths]
+        # That of an integer has no content: float0.
+        sent = [i for i, dtype in enumerate(dtypes) if dtype != jax.dtypes.float0]
+        names = tuple(keystr(paths[i][0], simple=True, separator=".") for i in sent)
+        owners = tuple(all_owners[i] for i in sent)
         xs = [
-            x if owner == self.group.rank else jnp.zeros(jnp.shape(x), dtype)
-            for (_, x), owner, dtype in zip(paths, owners, dtypes, strict=True)
+            leaves[i] if owner == self.group.rank else jnp.zeros(jnp.shape(leaves[i]), dtypes[i])
+            for i, owner in zip(sent, owners, strict=True)
         ]
         call = AllgatherInPlace(name or "updates", self.asked, owners, names).here()
-        return jax.tree.unflatten(self.structure, bind(call, xs))
+        for i, x in zip(sent, bind(call, xs), strict=True):
+            leaves[i] = x
+        return jax.tree.unflatten(self.structure, leaves)
 
 
 @register_pytree_with_keys_class

@@ -1058,6 +1058,17 @@ labels = {{"hidden": {{"w": "rest", "b": "one"}}, "out": "rest", "scale": "rest"
 error = raised(lambda: hvd.shard_state(optax.multi_transform(one_of, labels)).init(params))
 assert "['one'].inner_state.notfinite_count belongs to none" in str(error), error
 
+# An integer's gradient is float0, which has no content.
+mixed = {{"v": jnp.ones(3), "n": jnp.arange(2), "w": jnp.ones((2, 2))}}
+gradients = jax.grad(lambda p: (1.0 + hvd.rank()) * (p["v"].sum() + p["w"].sum()), allow_int=True)(
+    mixed
+)
+floats = optax.masked(optax.sgd(1.0), {{"v": True, "n": False, "w": True}})
+tx = hvd.DistributedOptimizer(floats, shard_state=True)
+updates, _ = tx.update(gradients, tx.init(mixed), mixed)
+assert updates["n"].dtype == jax.dtypes.float0
+equal([updates["v"], updates["w"]], [jnp.full(3, -2.0), jnp.full((2, 2), -2.0)])
+
 # Saved on rank 0, and loaded by any number of ranks.
 saved = hvd.broadcast_object(jax.tree.map(np.asarray, hvd.whole_state(state)))
 for group in (None, hvd.new_group([0, 1]), hvd.new_group([2])):
