@@ -277,6 +277,9 @@ def test_a_sketch_tells_how_far_arrays_are_apart() -> None:
     assert min(ratios) > 0.3
     assert max(ratios) < 2.5
     assert 0.8 < np.sqrt(np.mean(np.square(ratios))) < 1.2
+    signs = [sketch(np.eye(1, at + 1, at)[0])[0] for at in range(0, 128 << 13, 1 << 13)]
+    assert set(signs) == {-1, 1}
+    assert signs[:64] != signs[64:]  # nor do those of the elements repeat
     x, y = rng.standard_normal((2, 100_000))
     both = np.array(sketch(x)) * 2 + np.array(sketch(y))
     assert np.allclose(both, sketch(2 * x + y))

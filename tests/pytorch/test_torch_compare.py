@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from steps import compared, recorded
 
@@ -14,10 +15,12 @@ torch = pytest.importorskip("torch")
 
 import horo_lite as hvd  # noqa: E402
 from horo_lite.collectives.group import Group  # noqa: E402
+from horo_lite.launch.compare import read  # noqa: E402
 from horo_lite.torch.optimizer import DistributedOptimizer  # noqa: E402
 from horo_lite.training import step_record  # noqa: E402
 
 N_STEPS = 5
+TITLE = "gradients of optimizer 1"
 
 
 def train(
@@ -80,6 +83,52 @@ def test_averages_of_a_share_are_left_out(tmp_path: Path) -> None:
     code, text = compared(one, faster)
     assert code == 1
     assert "Step 1 is the first to differ, in its updates: B's are 2 times A's" in text
+
+
+def test_what_adam_makes_of_rounding_errors_is_no_difference(tmp_path: Path) -> None:
+    """Such as the gradient of a bias that a softmax or a normalization removes again."""
+
+    def shifted(group: Group) -> None:
+        rng = torch.Generator().manual_seed(3)
+        net = torch.nn.Linear(12, 5)
+        net.shift = torch.nn.Parameter(torch.zeros(300))
+        for parameter in net.parameters():
+            parameter.data.normal_(0, 0.3, generator=rng)
+        inner = torch.optim.Adam(net.parameters(), 0.01, eps=1e-20)
+        optimizer = DistributedOptimizer(inner, net.named_parameters(), process_set=group)
+        for _ in range(N_STEPS):
+            optimizer.zero_grad()
+            x, y = torch.randn(12, 12, generator=rng), torch.randint(0, 5, (12,), generator=rng)
+            mine = slice(group.rank, None, group.size)
+            out = net(x[mine])[:, :, None] + net.shift
+            torch.nn.functional.cross_entropy(out, y[mine, None].expand(-1, 300)).backward()
+            optimizer.step()
+
+    one, two = (recorded(tmp_path / str(n), n, shifted) for n in (1, 2))
+    a, b = ([step.parameters for step in read(Path(path)).steps[TITLE]] for path in (one, two))
+    assert not np.allclose(a[-1].chosen(["shift"]).sketches, b[-1].chosen(["shift"]).sketches)
+    assert compared(one, two) == (0, f"The same in all {N_STEPS} steps.")
+
+
+def test_parameters_that_round_their_updates_are_no_difference(tmp_path: Path) -> None:
+    """An update of bfloat16 is a few times the distance between neighbouring numbers, or none."""
+
+    def small(group: Group, lr: float = 0.01) -> None:
+        rng = torch.Generator().manual_seed(3)
+        net = torch.nn.Linear(200, 50).to(torch.bfloat16)
+        for parameter in net.parameters():
+            parameter.data.normal_(0, 0.3, generator=rng)
+        inner = torch.optim.SGD(net.parameters(), lr)
+        optimizer = DistributedOptimizer(inner, net.named_parameters(), process_set=group)
+        for _ in range(2):
+            optimizer.zero_grad()
+            x = torch.randn(12, 200, generator=rng).to(torch.bfloat16)
+            net(x[group.rank :: group.size]).square().mean().backward()
+            optimizer.step()
+
+    one = recorded(tmp_path / "one", 1, small)
+    assert compared(one, recorded(tmp_path / "two", 2, small)) == (0, "The same in all 2 steps.")
+    assert compared(one, recorded(tmp_path / "more", 2, partial(small, lr=0.5)))[0] == 1
 
 
 def test_a_script_without_horo_lite_records_its_steps(tmp_path: Path) -> None:
