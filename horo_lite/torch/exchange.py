@@ -152,6 +152,7 @@ class GradientExchange:
             passes=1,  # passes are counted here
             prescale_factor=1 / factor,
             postscale_factor=factor,
+            state=None if options.shard_state else _state_of(weakref.ref(self)),
             options=[
                 *options.compared,
                 ("backward_passes_per_step", str(options.backward_passes_per_step)),
@@ -188,6 +189,18 @@ class GradientExchange:
         return [
             (self._names.get(parameter, name), parameter) for name, parameter in self._parameters()
         ]
+
+    def kept(self) -> Iterator[tuple[str, Any]]:
+        """Yield what the optimizer keeps for each parameter, in an order that all ranks have."""
+        state = self._attributes.get("state") or {}
+        for name, parameter in self.named():
+            of_parameter: Any = state.get(parameter)
+            for key in sorted(of_parameter, key=str) if isinstance(of_parameter, dict) else ():
+                x = of_parameter[key]
+                if isinstance(x, (int, float)) or (
+                    isinstance(x, torch.Tensor) and x.layout is torch.strided
+                ):
+                    yield f"{name} {key}", x
 
     def _parameters(self) -> list[tuple[str, Any]]:
         return parameters_of(self._attributes["param_groups"])
@@ -798,6 +811,13 @@ def _hook(reference: weakref.ref[GradientExchange], slot: Slot) -> Callable[[Any
             exchange.touch(slot)
 
     return touched
+
+
+def _state_of(
+    reference: weakref.ref[GradientExchange],
+) -> Callable[[], list[tuple[str, Any]]]:
+    # Its reducer must not keep an exchange alive.
+    return lambda: [] if (exchange := reference()) is None else list(exchange.kept())
 
 
 def _begin_if_zero(slot: Slot) -> Callable[[Any], None]:

@@ -139,6 +139,39 @@ def compare_samples(
     )
 
 
+def compare_states(state: Sequence[tuple[str, Any]], group: Group, label: str) -> str | None:
+    """Return a message if the state of the ranks' optimizers differs. Collective.
+
+    Args:
+        state: This rank's arrays and numbers, with names; none before a step or load_state_dict().
+        group: The ranks.
+        label: What is about to be exchanged, the same on every rank.
+    """
+    readable = Readable(group)
+    seen = [
+        (name, fingerprints(readable.plain(x)) if hasattr(x, "shape") else x) for name, x in state
+    ]
+    call = Compare(f"optimizer states before {label}", needs_all=False)
+    headers = group.run(call, Part(number=hash63(repr(seen)) if seen else 0))
+    ranks_with: dict[int, list[int]] = {}
+    for rank, header in zip(group.transport.ranks, headers, strict=True):
+        if header.count != Compare.JOINED:
+            ranks_with.setdefault(header.count, []).append(rank)
+    if len(ranks_with) < 2:
+        return None
+    sides = [
+        ranks_in_words(ranks) + (" (none)" if number == 0 else "")
+        for number, ranks in ranks_with.items()
+    ]
+    return (
+        f"the state of the ranks' optimizers (momenta, step counts) differs before {label} are "
+        f"exchanged: {' against '.join(sides)}. So the ranks' parameters are about to diverge. "
+        "Usual causes: a checkpoint that only some ranks have loaded; a join() after which only "
+        "parameters were broadcast. Call broadcast_optimizer_state(optimizer) on every rank. "
+        f"{OFF}"
+    )
+
+
 def hash_of(gradients: Sequence[Any], group: Group) -> int:
     """Return a hash of the gradients' bits, which differs between ranks with different samples.
 

@@ -40,6 +40,7 @@ from horo_lite.training.gradient_memory import (
     Finding,
     Gradients,
     compare_samples,
+    compare_states,
     find_non_finite,
     gradients_of,
     hash_of,
@@ -198,7 +199,8 @@ class Reducer:
     some rank before the exchange, on all ranks, after everything has been exchanged.
 
     With `checks_start`, the first exchange compares the ranks' parameters and gradients, and rank 0
-    warns if the former differ or the latter are the same.
+    warns if the former differ or the latter are the same. If `state` is given, it returns what the
+    optimizer keeps, which is compared, too.
     """
 
     def __init__(
@@ -218,6 +220,7 @@ class Reducer:
         options: Sequence[tuple[str, str]] = (),
         check_finite: str | None = None,
         checks_start: bool = False,
+        state: Callable[[], Sequence[tuple[str, Any]]] | None = None,
         title: str | None = None,
         feeds_back: bool = True,
     ) -> None:
@@ -257,6 +260,7 @@ class Reducer:
         }
         self._check_finite = check_finite
         self._checks_start = self._is_first = checks_start
+        self._state = state
         self.shared: SharedMemory | None = None  # gradients in it are reduced in place
         # By parameter, and rank, the elements that the rank needs; None: all ranks need all.
         self.division: Sequence[Sequence[tuple[int, int]]] | None = None
@@ -612,15 +616,16 @@ class Reducer:
     # What the ranks begin with.
 
     def _check_start(self, plan: Plan, arrays: Sequence[Any]) -> list[str]:
-        """Return warnings if the ranks' parameters differ, or their gradients do not. Collective.
+        """Return warnings if parameters or states differ, or gradients do not. Collective.
 
         Whatever a script has forgotten, to broadcast parameters or to distribute samples, it would
         raise no error.
         """
         named = list(self._values(i for i, present in enumerate(plan.present) if present))
         differing = drift.differences(named, self.group, self._label) if named else None
+        state = self._state and compare_states(self._state(), self.group, self._label)
         same = compare_samples(hash_of(arrays, self.group), self.group, self._label)
-        return [text for text in (differing and f"{differing} {OFF}", same) if text]
+        return [text for text in (differing and f"{differing} {OFF}", state, same) if text]
 
     def _values(self, chosen: Iterable[int]) -> Iterator[tuple[str, Any]]:
         """Yield the names and values of these parameters, as far as they are known."""

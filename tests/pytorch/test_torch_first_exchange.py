@@ -18,15 +18,26 @@ from horo_lite.torch.optimizer import DistributedOptimizer  # noqa: E402
 
 
 def training(
-    samples: list[int], dtype: Any = torch.float32, **options: Any
+    samples: list[int],
+    dtype: Any = torch.float32,
+    *,
+    loaded: tuple[float, ...] = (0, 0, 0),
+    **options: Any,
 ) -> Callable[[Group], None]:
-    """Return a rank's program: `samples[rank]` is the seed of its samples."""
+    """Return a rank's program: `samples[rank]` is the seed of its samples.
+
+    If `loaded[rank]` is not 0, the rank has loaded an optimizer's state with that momentum.
+    """
 
     def run(group: Group) -> None:
         net = torch.nn.Linear(4, 3, bias=False)
         weight = torch.full((4, 3), 0.5, dtype=dtype).t()  # not contiguous
         net.weight = torch.nn.Parameter(weight)
-        inner = torch.optim.SGD(net.parameters(), 0.1)
+        inner = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+        if loaded[group.rank]:
+            inner.state[net.weight]["momentum_buffer"] = torch.full_like(
+                net.weight, loaded[group.rank]
+            )
         optimizer = DistributedOptimizer(
             inner, net.named_parameters(), process_set=group, **options
         )
@@ -48,6 +59,17 @@ def test_the_same_samples_are_found_in_every_dtype(dtype: Any) -> None:
 
 def test_ranks_that_take_steps_of_their_own_first_are_not_compared() -> None:
     assert run_and_hear(2, training([0, 1], op=Adasum))[1] == []
+
+
+def test_a_state_that_only_some_ranks_have_loaded_is_named() -> None:
+    assert run_and_hear(3, training([0, 1, 2], loaded=(2, 2, 2)))[1] == []
+    (text,) = run_and_hear(3, training([0, 1, 2], loaded=(2, 0, 0)))[1]
+    assert "before gradients of optimizer 1, step 1 are exchanged: rank 0 against" in text
+    assert "against ranks 1 and 2 (none)." in text
+    assert "broadcast_optimizer_state(optimizer) on every rank" in text
+    (text,) = run_and_hear(3, training([0, 1, 2], loaded=(2, 3, 2)))[1]
+    assert "ranks 0 and 2 against rank 1." in text
+    assert run_and_hear(3, training([0, 1, 2], loaded=(2, 0, 0), check_every=0))[1] == []
 
 
 def test_a_warning_is_at_the_line_that_called_backward() -> None:
