@@ -192,7 +192,7 @@ def bucket_bytes(given: int | None = None) -> int | None:
 def check_every(given: int | None = None) -> int | None:
     """Return the steps between comparisons of parameters: the argument's, or the variable's.
 
-    0 means never, and None once, before the first exchange.
+    0 means never, and None rarely, with a warning.
 
     Raises:
         ValueError: It is not a whole number of at least 0.
@@ -322,7 +322,7 @@ VARIABLES = (
         "`DistributedOptimizer(check_every=)`",
         "number of steps between comparisons of the ranks' parameters; `on_drift=` "
         "selects the reaction; `0`: never",
-        "once, before the first exchange, with a warning",
+        "before the first exchange, after steps 10 and 100 and every 1,000, with a warning",
     ),
     Variable(
         ("HORO_LITE_CHECKPOINT",),

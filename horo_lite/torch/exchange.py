@@ -107,7 +107,7 @@ class GradientExchange:
         self._inner = weakref.ref(optimizer)
         self._attributes: dict[str, Any] = optimizer.__dict__  # shared with the wrapped one
         self._names = _names(named, self._parameters())
-        self._drift = DriftCheck(options.check_every or 0, options.on_drift)
+        self._drift = DriftCheck(options.check_every, options.on_drift)
         self.patched_step: Any = None
         self._is_skipping = False
         self._is_stepping = False

@@ -81,10 +81,10 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         process_set: The ranks that take part; by default all. On other ranks it has no effect.
         check_every: The number of steps between comparisons of the ranks' parameters; if they
             differ, `on_drift` says what to do: see `check_in_sync`. A comparison reads all
-            parameters (7 ms for 100 MB). By default HORO_LITE_CHECK_EVERY; if that is not set, they
-            are compared only once, before the first exchange, and rank 0 warns if they or the
-            optimizers' states differ, or if ranks have the same gradients, as from the same
-            samples. 0 turns this off, too.
+            parameters (7 ms for 100 MB). By default HORO_LITE_CHECK_EVERY; if that is not set,
+            rank 0 warns if they differ before the first exchange (they, or the optimizers' states),
+            after steps 10 and 100 or after every 1,000, or if ranks have the same first gradients,
+            as from the same samples. 0 turns this off, too.
         on_drift: "raise", "warn" or "heal".
         check_finite: "raise" or "warn" if a rank's own dense gradient, before it is averaged,
             contains NaN or inf: a NonFiniteError from backward() on every rank, or a RuntimeWarning

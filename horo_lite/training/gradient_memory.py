@@ -13,6 +13,7 @@ from horo_lite.adapters.object import NO_ORDER, Named
 from horo_lite.collectives.arrays import HOST, copy_of
 from horo_lite.collectives.calls import Compare, Part
 from horo_lite.errors import ranks_in_words
+from horo_lite.state.drift import OFF
 from horo_lite.state.hashes import Readable
 from horo_lite.training.plan import hash63
 
@@ -101,9 +102,6 @@ class Finding(NamedTuple):
     n_nan: int
     n_inf: int
     n_tensors: int
-
-
-OFF = "HORO_LITE_CHECK_EVERY=0 turns this comparison off."
 
 
 def compare_samples(

@@ -63,9 +63,10 @@ class DistributedOptimizer(Wrapper):
         group: the ranks; by default all.
         check_every: how many steps to take between comparisons of the ranks' parameters; if they
             differ, `on_drift` says what to do: see `check_in_sync`. A comparison reads all
-            parameters (7 ms for 100 MB). By default HORO_LITE_CHECK_EVERY; if that is not set, they
-            are compared only once, before the first exchange, and rank 0 warns if they differ, or
-            if ranks have the same gradients, as from the same samples. 0 turns this off, too.
+            parameters (7 ms for 100 MB). By default HORO_LITE_CHECK_EVERY; if that is not set,
+            rank 0 warns if they differ before the first exchange, after steps 10 and 100 or after
+            every 1,000, or if ranks have the same first gradients, as from the same samples. 0
+            turns this off, too.
         check_finite: "raise" or "warn" if a rank's own gradient, before it is averaged, contains
             NaN or inf: a NonFiniteError before the step, on every rank, or a RuntimeWarning on
             rank 0, with the rank, the tensor and the number of elements. Of several tensors, it
@@ -173,7 +174,7 @@ class DistributedOptimizer(Wrapper):
             parameters=parameters,
             named_parameters=named_parameters,
             options=options,
-            drift=DriftCheck(options.check_every or 0, on_drift),
+            drift=DriftCheck(options.check_every, on_drift),
         )
         own.check()
         object.__setattr__(self, "_own", own)

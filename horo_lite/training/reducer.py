@@ -36,7 +36,6 @@ from horo_lite.recording import recorder
 from horo_lite.state import drift
 from horo_lite.training import step_record
 from horo_lite.training.gradient_memory import (
-    OFF,
     Finding,
     Gradients,
     compare_samples,
@@ -625,7 +624,7 @@ class Reducer:
         differing = drift.differences(named, self.group, self._label) if named else None
         state = self._state and compare_states(self._state(), self.group, self._label)
         same = compare_samples(hash_of(arrays, self.group), self.group, self._label)
-        return [text for text in (differing and f"{differing} {OFF}", state, same) if text]
+        return [text for text in (differing, state, same) if text]
 
     def _values(self, chosen: Iterable[int]) -> Iterator[tuple[str, Any]]:
         """Yield the names and values of these parameters, as far as they are known."""

@@ -407,7 +407,66 @@ def test_a_healed_replica_trains_on() -> None:
     assert len(warned) == 1
 
 
-def test_comparisons_are_off_unless_the_environment_says_so(
+def test_a_drift_is_a_warning_if_nobody_asked_for_comparisons() -> None:
+    def heard(n_steps: int, at: int, **options: Any) -> list[str]:
+        return run_and_hear(3, train(n_steps, at, flip, **options))[1]
+
+    (text,) = heard(120, 10)  # and none after step 100
+    assert text.startswith("horo_lite: the replicas differ after step 10: 1 of 2 arrays, first 'b'")
+    assert "Rank 1 differs from ranks 0 and 2, which agree." in text
+    assert text.endswith("HORO_LITE_CHECK_EVERY=0 turns this comparison off.")
+    assert heard(99, 11) == []
+    (text,) = heard(100, 11)
+    assert "differ after step 100: " in text
+    (text,) = heard(2000, 1001)
+    assert "differ after step 2000: " in text
+    assert heard(10, 10, check_every=0) == []
+    assert heard(10, 10, check_every=20) == []
+    assert heard(2000, 2001) == []
+
+
+def test_unasked_comparisons_are_counted_again_after_join() -> None:
+    """All ranks compare together, though they had taken different numbers of steps."""
+
+    def run(group: Any) -> None:
+        optimizer = hvd.DistributedOptimizer(Sgd(), group=group)
+        for rounds in range(2):
+            for step in range(12 + 3 * group.rank):
+                backward(optimizer, group.rank)
+                if step == 8:
+                    flip(group.rank, optimizer)
+                optimizer.step()
+            last = group.join()
+            if rounds == 0:
+                hvd.broadcast_parameters(optimizer, last, group=group)
+
+    _, (first, second) = run_and_hear(2, run)
+    assert "differ after step 10: " in first
+    assert "differ after step 25: " in second  # rank 1 had taken 15
+
+
+def test_objects_that_show_gradients_only_are_not_compared() -> None:
+    class Gradient:
+        def __init__(self) -> None:
+            self.grad = np.ones(3)
+
+    class Inner:
+        def __init__(self) -> None:
+            self.params = [Gradient()]
+
+        def step(self) -> None:
+            pass
+
+    def run(group: Any) -> None:
+        optimizer = hvd.DistributedOptimizer(Inner(), group=group)
+        for step in range(12):
+            optimizer.params[0].grad = np.full(3, group.rank + step + 1.0)
+            optimizer.step()
+
+    assert run_and_hear(2, run)[1] == []
+
+
+def test_comparisons_raise_nothing_unless_the_environment_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run_threads(2, train(3, 1, flip))
