@@ -68,7 +68,7 @@ def record_step(
 
     Raises:
         ValueError: `optimizer` shows no parameters.
-        TypeError: Its parameters show no gradients.
+        TypeError: None of its parameters shows a (dense) gradient.
     """
     if not step_record.is_on():
         return
@@ -87,9 +87,15 @@ def record_step(
         )
     adapter = adapter_of(found[0][1])
     adapter.compute([parameter for _, parameter in found])
-    gradients = [(label, adapter.gradient(parameter)) for label, parameter in found]
-    values = []
+    gradients, values = [], []
+    problem: TypeError | None = None
     for label, parameter in found:
+        try:
+            gradients.append((label, adapter.gradient(parameter)))
+        except TypeError as error:  # such as of a sparse one
+            problem = error
         with suppress(TypeError, AttributeError):  # objects that have a gradient only
             values.append((label, adapter.value(parameter)))
+    if problem is not None and not gradients:
+        raise problem
     step_record.record(name, gradients, values, size=size)

@@ -10,6 +10,7 @@ what a step has done to the parameters.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import json
@@ -24,7 +25,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horo_lite import files, settings
-from horo_lite.context import on_ended
 from horo_lite.errors import warn
 from horo_lite.state.hashes import Readable
 
@@ -134,19 +134,22 @@ class _Writer:
 
 
 _writer = _Writer()
-on_ended(_writer.close)
+atexit.register(_writer.close)
 
 
 # Sketches.
 
 
 def _sketches(named: Named, readable: Readable) -> dict[str, list[Any]]:
-    """Return the dtype of each array, and the sums of its sketch."""
+    """Return the dtype of each dense array of real or complex numbers, and its sketch's sums."""
     found: dict[str, list[Any]] = {}
     for name, value in named:
         if value is None:
             continue
-        tensors = readable.plain(value)
+        try:
+            tensors = readable.plain(value)
+        except (TypeError, ValueError, BufferError, RuntimeError):  # such as a sparse gradient
+            continue
         if tensors.is_float(0):
             numbers = [float(f"{x:.12g}") for x in sketch(_reals(tensors))]
             found[name] = [tensors.describe(0).partition("[")[0], *numbers]

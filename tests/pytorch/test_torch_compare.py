@@ -178,6 +178,14 @@ def test_record_step_takes_what_has_parameters(
         ["param_groups[0][0]", "param_groups[0][1]"],
     ]
     assert [step["gradients"] == step["parameters"] for step in steps] == [False, False]
+    table = torch.nn.Embedding(4, 2, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    hvd.record_step(torch.nn.ModuleList([table, net]))
+    last = json.loads((tmp_path / "file").read_text().splitlines()[-1])
+    assert list(last["parameters"]) == ["0.weight", "1.weight", "1.bias"]
+    assert list(last["gradients"]) == ["1.weight", "1.bias"]
+    with pytest.raises(TypeError, match="sparse"):
+        hvd.record_step(table)
     with pytest.raises(ValueError, match="Tanh shows no parameters: pass named_parameters="):
         hvd.record_step(torch.nn.Tanh())
     step_record._writer.close()
