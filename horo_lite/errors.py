@@ -8,6 +8,9 @@ import warnings
 from collections import deque
 from collections.abc import Sequence
 from types import FrameType
+from typing import TypeVar
+
+K = TypeVar("K")
 
 _PACKAGE = os.path.dirname(__file__) + os.sep
 # Their functions call those of this package.
@@ -131,6 +134,14 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
     if len(ranks) > 8:
         return f"ranks {', '.join(map(str, ranks[:4]))}, … {ranks[-1]} ({len(ranks)} of them)"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def ranks_by(values: Sequence[K], ranks: Sequence[int] = ()) -> dict[K, list[int]]:
+    """Return which ranks have each value, where the values are those of `ranks`, by default all."""
+    found: dict[K, list[int]] = {}
+    for rank, value in zip(ranks or range(len(values)), values, strict=True):
+        found.setdefault(value, []).append(rank)
+    return found
 
 
 def printable(text: str) -> str:

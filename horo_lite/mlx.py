@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
@@ -24,7 +24,7 @@ from horo_lite import *
 from horo_lite import Average, Compression, Compressor, Group, Op, average_gradients
 from horo_lite.adapters import from_numpy, to_host
 from horo_lite.ops import ranks_of
-from horo_lite.state.wrapper import Sharing, sharing
+from horo_lite.state.wrapper import DividedState, Sharing, sharing
 from horo_lite.training.options import Options
 from horo_lite.training.sharding import (
     check_not_lost,
@@ -112,7 +112,7 @@ class Averaging(Sharing):
         return super().apply_gradients(averages, parameters)  # type: ignore[misc]
 
 
-class ShardedAveraging(Averaging):
+class ShardedAveraging(DividedState, Averaging):
     """Base class of a wrapped optimizer with shard_state=True.
 
     Its state has nothing for the parameters of other ranks. Before `init` or the first step, and
@@ -124,15 +124,14 @@ class ShardedAveraging(Averaging):
     _owners: dict[str, int] | None
     _is_compared: bool
 
-    @property
-    def is_sharded(self) -> bool:
-        """Whether no rank has the state of all parameters, so that reading it is collective."""
-        return self._owners is not None
+    _cannot_be_copied = (
+        "an optimizer with shard_state=True cannot be copied or pickled, since this rank has a "
+        "share of its state only: copy or save what hvd.whole_state(optimizer) returns"
+    )
 
     @property
-    def is_lost(self) -> bool:
-        """Whether the ranks that have the parts are no longer the ranks of a world."""
-        return self.is_sharded and self._group.is_closed
+    def _divided_between(self) -> Group | None:
+        return None if self._owners is None else self._group
 
     @property
     def state(self) -> Any:
@@ -217,13 +216,6 @@ class ShardedAveraging(Averaging):
         for name, x in collected(self._group, label, mine).items():
             everything.setdefault(name, from_numpy(x, like))
         return tree_unflatten(sorted(everything.items()))
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise RuntimeError(
-            "an optimizer with shard_state=True cannot be copied or pickled, since this rank has a "
-            "share of its state only: copy or save what hvd.whole_state(optimizer) returns, which "
-            "every rank must call"
-        )
 
     def _is_kept(self, name: str, owners: dict[str, int]) -> bool:
         parameter = _parameter_of(name, owners)

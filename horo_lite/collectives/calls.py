@@ -538,6 +538,13 @@ class Outcome(AllGatherBytes):
         return self.name or self.kind
 
 
+def gathered(group: Group, mine: object, name: str, *, needs_all: bool = True) -> list[Any]:
+    """Return what each rank of the group passes, except those that have joined. Collective."""
+    call = AllGatherBytes(name, needs_all=needs_all)
+    everyone = group.run(call, Part(data=pickle.dumps(mine)))
+    return [pickle.loads(one) for one in everyone if one]
+
+
 def rows_and_row(rows: Memory) -> tuple[int, str]:
     """Return the number of rows, and a description of their dtype and shape."""
     n_rows, *row = rows.tensors.shape(0)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import pickle
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 from horo_lite._native import Segment
-from horo_lite.collectives.calls import AllGatherBytes, Part
+from horo_lite.collectives.calls import gathered
 from horo_lite.transports.shm import SharedMemory
 
 if TYPE_CHECKING:
@@ -62,12 +61,6 @@ def make_own(group: Group) -> None:
 def memory_of(group: Group, number: int) -> SharedMemory | None:
     """Return the `number`-th memory that the group shared; None if this rank has dropped it."""
     return _shared[group].get(number)
-
-
-def gathered(group: Group, mine: object, name: str) -> list[Any]:
-    """Return what each rank of the group passes."""
-    everyone = group.run(AllGatherBytes(name), Part(data=pickle.dumps(mine)))
-    return [pickle.loads(one) for one in everyone]
 
 
 _of_all: WeakKeyDictionary[Group, WeakSet[Segment]] = WeakKeyDictionary()

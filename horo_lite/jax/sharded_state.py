@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from math import prod
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from horo_lite.adapters.jax import is_key
 from horo_lite.collectives.group import Group
 from horo_lite.jax.calls import AllgatherInPlace
 from horo_lite.jax.primitive import bind, is_traced
+from horo_lite.state.wrapper import DividedState
 from horo_lite.training.sharding import check_not_lost, collected, owners_of
 
 if TYPE_CHECKING:
@@ -200,7 +201,7 @@ class _Division:
 
 
 @register_pytree_with_keys_class
-class ShardedState:
+class ShardedState(DividedState):
     """This rank's share of a transformation's state. A pytree, whose leaves differ between ranks.
 
     Attributes:
@@ -214,15 +215,14 @@ class ShardedState:
         self.inner_state, self.division = inner_state, division
         self._whole = whole  # returns it without communication; JAX makes objects without it
 
-    @property
-    def is_sharded(self) -> bool:
-        """Whether no rank has the state of all parameters, so that `state_dict()` is collective."""
-        return self._whole is None
+    _cannot_be_copied = (
+        "an optimizer's state with shard_state cannot be copied or pickled, since this rank has "
+        "its share only: copy or save what whole_state() returns"
+    )
 
     @property
-    def is_lost(self) -> bool:
-        """Whether the ranks that have the parts are no longer the ranks of a world."""
-        return self.is_sharded and self.division.group.is_closed
+    def _divided_between(self) -> Group | None:
+        return self.division.group if self._whole is None else None
 
     def whole(self) -> Any:
         """Return the state of all parameters. Collective after a step."""
@@ -258,13 +258,6 @@ class ShardedState:
 
     def __repr__(self) -> str:
         return f"ShardedState({self.inner_state!r})"
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise RuntimeError(
-            "an optimizer's state with shard_state cannot be copied or pickled, since this rank "
-            "has its share only: copy or save what whole_state() returns, which every rank must "
-            "call"
-        )
 
 
 def _by_path(state: Any) -> dict[str, Any]:

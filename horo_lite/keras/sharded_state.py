@@ -23,6 +23,7 @@ import numpy as np
 from horo_lite.context import is_initialized
 from horo_lite.horovod.process_sets import group_of_member
 from horo_lite.keras.base import keras, name_of
+from horo_lite.state.wrapper import DividedState
 from horo_lite.training.sharding import (
     check_not_lost,
     collected,
@@ -90,7 +91,7 @@ class _Division:
         return self.owners[id(variable)] == self.rank
 
 
-class ShardedState:
+class ShardedState(DividedState):
     """Mixin of a wrapped optimizer whose state is divided."""
 
     _options: Options
@@ -284,18 +285,12 @@ class ShardedState:
     # The state.
 
     @property
-    def is_sharded(self) -> bool:
-        """Whether no rank has the state of all variables, so that reading it is collective."""
+    def _divided_between(self) -> Group | None:
         division = self._division
-        if division is None or division.group is None:
-            return False
-        return division.rest is None or division.known_at is not self._iterations._value
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether the ranks that have the parts are no longer the ranks of a world."""
-        group = None if self._division is None else self._division.group
-        return self.is_sharded and group is not None and group.is_closed
+        if division is None:
+            return None
+        is_known = division.rest is not None and division.known_at is self._iterations._value
+        return None if is_known else division.group
 
     @property
     def variables(self) -> list[Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from horo_lite import _native, arguments, context
-from horo_lite.collectives.calls import AllGatherBytes, Part
+from horo_lite.collectives.calls import gathered
 from horo_lite.collectives.group import Group, NullGroup
 from horo_lite.errors import MismatchError
 from horo_lite.start import ending, mpi, session
@@ -237,6 +237,5 @@ class _OverWorld(_PartOfWorld):
         self._allgather_in_world(None, True)
 
     def _allgather_in_world(self, obj: Any, is_over: bool = False) -> list[tuple[Any, bool]]:
-        part = Part(data=pickle.dumps((obj, is_over)))
-        everyone = [pickle.loads(one) for one in self._group.run(AllGatherBytes("new_group"), part)]
+        everyone = gathered(self._group, (obj, is_over), "new_group")
         return [everyone[r] for r in self._ranks]

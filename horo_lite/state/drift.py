@@ -22,7 +22,7 @@ from horo_lite._native import Tensors
 from horo_lite.adapters import adapter_of, to_host
 from horo_lite.adapters.object import is_array, join
 from horo_lite.collectives.calls import Call, Compare, Finish, Part
-from horo_lite.errors import DriftError, MismatchError, ranks_in_words, warn
+from horo_lite.errors import DriftError, MismatchError, ranks_by, ranks_in_words, warn
 from horo_lite.state.broadcast import (
     NOT_ARRAYS,
     broadcast_optimizer_state,
@@ -415,9 +415,7 @@ def _who(
         wrong = ranks_in_words([ranks[r] for r in odd]).capitalize()
         who = f"{wrong} {verb} from {ranks_in_words(rest)}"
         return f"{who}." if len(rest) == 1 else f"{who}, which agree."
-    sides: dict[bytes, list[int]] = {}
-    for rank, hashes in zip(ranks, table, strict=True):
-        sides.setdefault(hashes.tobytes(), []).append(rank)
+    sides = ranks_by([hashes.tobytes() for hashes in table], ranks)
     return f"There is no majority: {' against '.join(map(ranks_in_words, sides.values()))}."
 
 

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import weakref
 from functools import cache
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from horo_lite.adapters import adapter_of
 from horo_lite.adapters.object import Named
+
+if TYPE_CHECKING:
+    from horo_lite.collectives.group import Group
 
 
 class Wrapped(Protocol):
@@ -34,7 +37,35 @@ class Wrapper:
     _own: Wrapped
 
 
-class Divided:
+class DividedState:
+    """Base of an optimizer, or an optimizer's state, that shard_state divides between the ranks."""
+
+    _cannot_be_copied: ClassVar[str] = ""
+    """Why, and what can be copied instead; empty if copies have all of it."""
+
+    @property
+    def _divided_between(self) -> Group | None:
+        """The ranks that have the parts; None while each knows all of the state."""
+        raise NotImplementedError
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether no rank has the state of all parameters, so that reading it is collective."""
+        return self._divided_between is not None
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the ranks that have the parts are no longer the ranks of a world."""
+        ranks = self._divided_between
+        return ranks is not None and ranks.is_closed
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self._cannot_be_copied:
+            raise RuntimeError(f"{self._cannot_be_copied}, which every rank must call")
+        return super().__reduce_ex__(protocol)
+
+
+class Divided(DividedState):
     """Base of what stands for an optimizer, and has several, each of one parameter.
 
     The state of all is what its `state_dict()` returns, by the parameters' names.

@@ -31,6 +31,7 @@ from horo_lite.errors import warn
 from horo_lite.ops import allreduce
 from horo_lite.state.optimizer_state import in_host_memory
 from horo_lite.state.trees import mapped
+from horo_lite.state.wrapper import DividedState
 from horo_lite.torch.exchange import GradientExchange
 from horo_lite.torch.shared_parameters import SharedParameters, share_parameters
 from horo_lite.torch.slots import Slot, is_sparse
@@ -66,10 +67,13 @@ _USE_STATE_DICT = (
 )
 
 
-class ShardedState:
+class ShardedState(DividedState):
     """Stands in for an optimizer's `state` while that is sharded, and says so to its readers."""
 
-    is_sharded = True
+    _cannot_be_copied = (
+        "an optimizer with shard_state=True cannot be copied or pickled after its first step, "
+        "since this rank has a share of its state only: copy or save what its state_dict() returns"
+    )
 
     def __init__(
         self,
@@ -101,9 +105,8 @@ class ShardedState:
         """Parameters in pieces, which cannot be updated with a sparse gradient."""
 
     @property
-    def is_lost(self) -> bool:
-        """Whether the ranks that have the parts are no longer the ranks of a world."""
-        return self.group.is_closed
+    def _divided_between(self) -> Group:
+        return self.group
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise RuntimeError(f"{_IS_SHARDED}. {_USE_STATE_DICT}")
@@ -121,13 +124,6 @@ class ShardedState:
     def __bool__(self) -> bool:
         """Return True: torch.distributed.checkpoint takes a step to create missing state."""
         return True
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise RuntimeError(
-            "an optimizer with shard_state=True cannot be copied or pickled after its first step, "
-            "since this rank has a share of its state only: copy or save what its state_dict() "
-            "returns, which every rank must call"
-        )
 
     def piece_of(self, piece: Piece) -> Any:
         """Return what the optimizer sees of a piece."""

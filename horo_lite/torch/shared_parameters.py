@@ -20,8 +20,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 from horo_lite._native import Segment
-from horo_lite.collectives.calls import Compare, Part
-from horo_lite.collectives.shared_memory import common, gathered
+from horo_lite.collectives.calls import Compare, Part, gathered
+from horo_lite.collectives.shared_memory import common
 from horo_lite.errors import warn
 from horo_lite.torch.bucket_views import places_of, view_of
 

@@ -12,7 +12,7 @@ from horo_lite._native import Tensors, count_non_finite, difference, fingerprint
 from horo_lite.adapters.object import NO_ORDER, Named
 from horo_lite.collectives.arrays import HOST, copy_of
 from horo_lite.collectives.calls import Compare, Part
-from horo_lite.errors import ranks_in_words
+from horo_lite.errors import ranks_by, ranks_in_words
 from horo_lite.state.drift import OFF
 from horo_lite.state.hashes import Readable
 from horo_lite.training.plan import hash63
@@ -120,9 +120,7 @@ def compare_samples(
     """
     call = Compare(f"samples of {label}", needs_all=False)
     headers = (run or group.run)(call, Part(number=mine))
-    ranks_with: dict[int, list[int]] = {}
-    for rank, header in zip(group.transport.ranks, headers, strict=True):
-        ranks_with.setdefault(header.count, []).append(rank)
+    ranks_with = ranks_by([header.count for header in headers], group.transport.ranks)
     unknown = (0, Compare.JOINED)
     same = [ranks for found, ranks in ranks_with.items() if ranks[1:] and found not in unknown]
     if not same:

@@ -14,7 +14,7 @@ from hashlib import blake2b
 from itertools import chain, repeat
 from math import prod
 
-from horo_lite.errors import MismatchError, ranks_in_words
+from horo_lite.errors import MismatchError, ranks_by, ranks_in_words
 
 DEFAULT_BUCKET_BYTES = 25 * 2**20
 LAST_BUCKETS = 8, 4, 2
@@ -231,12 +231,9 @@ def _is_torn(plans: Sequence[Plan], i: int) -> bool:
 
 def who_has(values: Sequence[str], ranks: Sequence[int] = ()) -> str:
     """Describe each rank's value, with equal ones grouped: `rank 0 has a, ranks 1 and 2 have b`."""
-    ranks_of: dict[str, list[int]] = {}
-    for rank, value in zip(ranks or range(len(values)), values, strict=True):
-        ranks_of.setdefault(value, []).append(rank)
     return ", ".join(
         f"{ranks_in_words(ranks)} {'has' if len(ranks) == 1 else 'have'} {value}"
-        for value, ranks in ranks_of.items()
+        for value, ranks in ranks_by(values, ranks).items()
     )
 
 

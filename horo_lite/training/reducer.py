@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import pickle
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -16,7 +15,7 @@ from horo_lite import ops
 from horo_lite.adapters import Adapter, adapter_of
 from horo_lite.arguments import QUANTIZED
 from horo_lite.collectives.arrays import HOST, gpu_of
-from horo_lite.collectives.calls import AllGatherBytes, Compare, Part
+from horo_lite.collectives.calls import Compare, Part, gathered
 from horo_lite.collectives.compression import (
     AutoCompressor,
     Compression,
@@ -751,9 +750,7 @@ class Reducer:
 
     def _settle(self, mine: Offer, here: Sequence[int]) -> Common:
         """Agree with the other ranks `here`, whose plans differ, if that is possible."""
-        call = AllGatherBytes("plans of gradients", needs_all=False)
-        everyone = self.group.run(call, Part(data=pickle.dumps(mine)))
-        offers: list[Offer] = [pickle.loads(everyone[r]) for r in here]
+        offers: list[Offer] = gathered(self.group, mine, "plans of gradients", needs_all=False)
         ranks = [self.group.transport.ranks[r] for r in here]
         n_begun = max(offer.n_begun for offer in offers)
         attempts = [offer.attempt for offer in offers]

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial, wraps
 from operator import is_
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -62,15 +62,14 @@ class ShardedOptimizer(Divided):
     def __init__(self, shares: Shares) -> None:
         object.__setattr__(self, "_shares", shares)
 
-    @property
-    def is_sharded(self) -> bool:
-        """Whether no rank has the state of all parameters, so that `state_dict()` is collective."""
-        return self._shares.is_divided
+    _cannot_be_copied = (
+        "an optimizer with shard_state=True cannot be copied or pickled, since this rank has a "
+        "share of its state only: copy or save what its state_dict() returns"
+    )
 
     @property
-    def is_lost(self) -> bool:
-        """Whether the ranks that have the parts are no longer the ranks of a world."""
-        return self.is_sharded and self._shares.group.is_closed
+    def _divided_between(self) -> Group | None:
+        return self._shares.group if self._shares.is_divided else None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all parameters, by name. Collective after the first step."""
@@ -100,13 +99,6 @@ class ShardedOptimizer(Divided):
 
     def __repr__(self) -> str:
         return repr(self._shares.first)
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise RuntimeError(
-            "an optimizer with shard_state=True cannot be copied or pickled, since this rank has a "
-            "share of its state only: copy or save what its state_dict() returns, which every rank "
-            "must call"
-        )
 
 
 class Shares:

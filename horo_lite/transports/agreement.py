@@ -17,6 +17,7 @@ from horo_lite.errors import (
     MismatchError,
     in_one_line,
     printable,
+    ranks_by,
     ranks_in_words,
 )
 
@@ -170,9 +171,7 @@ def explain(label: str, descriptions: Sequence[str], ranks: Sequence[int] = ()) 
         texts = [line[i] if i < len(line) else "nothing more" for line in lines]
         if len(set(texts)) > 1:
             break
-    whose: dict[str, list[int]] = {}
-    for rank, text in enumerate(texts):
-        whose.setdefault(text, []).append(ranks[rank] if ranks else rank)
+    whose = ranks_by(texts, ranks)
     who = "; ".join(f"{ranks_in_words(ranks)}: {text}" for text, ranks in whose.items())
     # Asynchronous operations are matched by name, in any order; the first line is the label.
     # Those without a name are numbered, in horo_lite.torch as Horovod's: 'noname.1'. What is in
