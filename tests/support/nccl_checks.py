@@ -1196,6 +1196,17 @@ def sequences() -> None:
         check()
 
 
+def serve(job: str) -> None:
+    """Do a job on ranks that serve many, and leave their environment as it was."""
+    before = dict(os.environ)
+    try:
+        globals()[job]()
+    finally:
+        hvd.shutdown()
+        os.environ.clear()
+        os.environ.update(before)
+
+
 def main(job: str) -> None:
     faulthandler.dump_traceback_later(100)
     globals()[job]()
