@@ -510,6 +510,12 @@ def _collect(optimizer: Any) -> None:
     exchange = vars(optimizer).get("_exchange")
     if isinstance(exchange, ShardedUpdate):
         exchange.collect()
+        # A script that removes a parameter cannot remove its state, as torch demands.
+        groups = optimizer.param_groups
+        present = {id(parameter) for group in groups for parameter in group["params"]}
+        for key in [key for key in optimizer.state if isinstance(key, torch.Tensor)]:
+            if id(key) not in present:
+                del optimizer.state[key]
     elif isinstance(optimizer.state, ShardedState):
         raise RuntimeError(
             f"{_IS_SHARDED}, and its DistributedOptimizer, which collects it, no longer exists: "

@@ -313,6 +313,31 @@ def test_parameters_that_move_freeze_and_are_added() -> None:
         assert same([extra.detach(), state], [ordinary[1].detach(), ordinary[2]])
 
 
+@pytest.mark.parametrize("saves_before", [False, True])
+def test_a_parameter_that_is_removed_takes_its_state_with_it(saves_before: bool) -> None:
+    def rank(group: Group, shard: bool) -> Any:
+        net = network()
+        optimizer = DistributedOptimizer(
+            optim.Adam(net.parameters(), 0.01), process_set=group, shard_state=shard
+        )
+        for step in range(4):
+            if step == 2:
+                if saves_before:
+                    optimizer.state_dict()
+                removed = optimizer.param_groups[0]["params"].pop(0)
+                if not shard:
+                    del optimizer.state[removed]
+            optimizer.zero_grad()
+            backward(net, step, group.rank)
+            optimizer.step()
+        return net, copy.deepcopy(optimizer.state_dict())
+
+    ordinary = run_threads(2, lambda group: rank(group, shard=False))[0]
+    for net, state in run_threads(2, lambda group: rank(group, shard=True)):
+        assert_same_bits(net, ordinary[0])
+        assert same(state, ordinary[1])
+
+
 class Mixed(nn.Module):
     """Several dtypes and memory layouts, and parameters without dimensions or elements."""
 
