@@ -640,7 +640,7 @@ class GradientExchange:
                     reducer.fail(RuntimeError(_changed_too_early(slot.name)))
                 finally:
                     self._pass = BackwardPass()
-                    self.reset_counts()
+                    self._count_anew()
         by_hand = [slot for slot in touched if slot.passes == 0 and self._is_by_hand(slot)]
         for slot in touched:
             if not n_ready[slot.index]:
@@ -663,7 +663,7 @@ class GradientExchange:
             self._n_exchanges += 1
         except Exception:
             # On all ranks there is one: they may have been in different steps, and start again.
-            self.reset_counts()
+            self._count_anew()
             raise
         finally:
             self._step.is_due = False
@@ -730,7 +730,16 @@ class GradientExchange:
             setattr(gradient, _TAKEN, gradient._version)
 
     def reset_counts(self) -> None:
-        """Start counting again: all ranks have joined, after different numbers of steps."""
+        """Start counting again: all ranks have joined, after different numbers of steps.
+
+        The gradients that are left are of different steps, too, and ranks may lack some: unless
+        zero_grad() makes them None, they take part in the next exchange.
+        """
+        self._count_anew()
+        for slot in self.slots:
+            slot.touched |= slot.parameter.grad is not None and not slot.exchanged
+
+    def _count_anew(self) -> None:
         self._drift.reset_counts()
         self._n_exchanges = 0
         self._differs = False

@@ -88,7 +88,7 @@ class LocalSteps(GradientExchange):
         try:
             self.reducer.finish(numbers=self._hyperparameters())
         except Exception:  # as in the exchange of gradients
-            self.reset_counts()
+            self._count_anew()
             raise
         for i, delta in self._deltas.items():
             value = self._value(i)

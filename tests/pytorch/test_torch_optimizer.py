@@ -30,7 +30,10 @@ from horo_lite.collectives.group import Group  # noqa: E402
 from horo_lite.collectives.reductions import Average, Min, Sum  # noqa: E402
 from horo_lite.errors import MismatchError  # noqa: E402
 from horo_lite.horovod.reductions import Adasum  # noqa: E402
-from horo_lite.state.broadcast import broadcast_optimizer_state  # noqa: E402
+from horo_lite.state.broadcast import (  # noqa: E402
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
 from horo_lite.state.drift import check_in_sync  # noqa: E402
 from horo_lite.torch.optimizer import DistributedOptimizer  # noqa: E402
 
@@ -1035,6 +1038,29 @@ def test_a_step_given_up_leaves_all_ranks_the_same(set_to_none: bool) -> None:
 
     a, b = run_threads(2, rank)
     assert_same_weights(a, b)
+
+
+def test_gradients_that_a_rank_in_join_did_not_receive() -> None:
+    """They are zeros on all ranks afterwards, and not on those only that had more batches."""
+
+    def rank(group: Group) -> Any:
+        net = fill(Heads())
+        optimizer = wrap(sgd(net, weight_decay=0.1), group, net)
+        for head in ("one", "two")[: 1 if group.rank == 2 else 2]:  # rank 2 has one batch
+            optimizer.zero_grad(set_to_none=False)
+            nn.functional.cross_entropy(net(samples(group.rank)[0], head), samples(0)[1]).backward()
+            optimizer.step()
+        last = group.join()
+        broadcast_parameters(net, last, group=group)
+        optimizer.zero_grad(set_to_none=False)
+        loss_of(net, *samples(9 + group.rank)).backward()  # "one"
+        assert net.two.weight.grad is not None
+        optimizer.step()
+        return net
+
+    a, b, c = run_threads(3, rank)
+    assert_same_weights(a, b)
+    assert_same_weights(a, c)
 
 
 def test_touched_on_some_ranks_only() -> None:
