@@ -58,11 +58,13 @@ class GradientAverager:
     Args:
         transform: The transformation that averages them.
         scale_local: Whether gradients of local variables are divided by the number of ranks.
+        compares: Whether variables can be read between steps, and are compared from time to time.
     """
 
-    def __init__(self, transform: Transform, scale_local: bool) -> None:
+    def __init__(self, transform: Transform, scale_local: bool, compares: bool = False) -> None:
         self._transform = transform
         self._scale_local = scale_local
+        self._compares = compares
         self._local: dict[int, Any] = {}
 
     @property
@@ -102,7 +104,13 @@ class GradientAverager:
         _, sent, restored = options.compression.compressed(
             [scaled(results[i], 1 / factor) for i in averaged]
         )
-        averages = restored(self._transform([names[i] for i in averaged], sent, weight, like))
+        of = [names[i] for i in averaged]
+
+        def values() -> list[tuple[str, Any]]:
+            return [(names[i], variables[i]) for i in averaged]
+
+        compared = values if self._compares else None
+        averages = restored(self._transform(of, sent, weight, like, compared))
         for i, average in zip(averaged, averages, strict=True):
             results[i] = scaled(average, factor)
         return results

@@ -120,7 +120,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     )
     passes = checked_passes(backward_passes_per_step)
     transform = _transform(options, sparse_as_dense, is_keras2)
-    averager = GradientAverager(transform, scale_local_gradients)
+    # In steps that JAX compiles, variables have no values.
+    compares = is_keras2 or keras.backend.backend() in ("torch", "tensorflow")
+    averager = GradientAverager(transform, scale_local_gradients, compares)
     if is_keras2:
         keras2 = import_module("horo_lite.keras.keras2")
         return keras2.wrapped(optimizer, averager, passes, average_aggregated_gradients)

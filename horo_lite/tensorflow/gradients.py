@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple, cast
 
@@ -58,6 +58,7 @@ class Transform(transform.Transform):
         gradients: Sequence[Any],
         weight: Any = None,
         like: Any = None,  # always a tensor
+        compared: Callable[[], Sequence[tuple[str, Any]]] | None = None,
     ) -> list[Any]:
         results = list(gradients)
         if self._sparse_as_dense:
@@ -66,7 +67,7 @@ class Transform(transform.Transform):
             results = [_that_can_be_divided(g) for g in results]
         if tf.executing_eagerly():
             with raised_as_tensorflows():
-                averages = self._averages(names, [_in_numpy(g) for g in results], weight)
+                averages = self._averages(names, [_in_numpy(g) for g in results], weight, compared)
             return [_in_tensorflow(average) for average in averages]
 
         here = [i for i, g in enumerate(results) if g is not None]  # missing in every step
@@ -87,7 +88,7 @@ class Transform(transform.Transform):
                 for i in here
             ]
             averages = self._averages(
-                [names[i] for i in here], mine, *map(float, arrays[: len(given)])
+                [names[i] for i in here], mine, arrays[0] if given else None, compared
             )
             return [part for average in averages for part in _parts(average)]
 
@@ -104,7 +105,8 @@ class Transform(transform.Transform):
         self,
         names: Sequence[str],
         gradients: Sequence[Array | _Rows | None],
-        weight: Any = None,
+        weight: Any,
+        compared: Callable[[], Sequence[tuple[str, Any]]] | None,
     ) -> list[Array | _Rows | None]:
         """Return the averages of these gradients, all as NumPy arrays."""
         weight = None if weight is None else float(weight)
@@ -112,7 +114,7 @@ class Transform(transform.Transform):
         self._note = sparse_rows.note(
             {i: _layout(g) for i, g in enumerate(gradients) if isinstance(g, _Rows)}
         )
-        results = super().__call__(names, dense, weight)
+        results = super().__call__(names, dense, weight, compared=compared)
 
         def rows(i: int, layout: sparse_rows.Layout, divisor: float) -> tuple[Array, Array]:
             values_dtype, row, indices_dtype, _ = layout

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -11,6 +11,7 @@ from horo_lite.adapters import adapter_of, from_numpy, to_host
 from horo_lite.adapters.object import Adapter, Array
 from horo_lite.collectives.arrays import copy_of, gpu_of
 from horo_lite.collectives.reductions import Average, Sum
+from horo_lite.state.drift import DriftCheck
 from horo_lite.training.options import Options
 from horo_lite.training.reducer import Reducer
 
@@ -24,8 +25,10 @@ class Transform:
     torch's, are changed in place and returned; for others, the result has new arrays. With
     `copies`, nothing is changed, and the result has the core's own arrays, to be returned through
     `like`. `weight`, on every rank or on none, is this rank's number of samples. A rank without any
-    gradient receives arrays like `like`, or NumPy's. `title` and `feeds_back` are those of the
-    Reducer.
+    gradient receives arrays like `like`, or NumPy's. `compared`, if given, returns the named
+    parameters to which the averages will be added. They are compared from time to time, not before
+    the second step, since a broadcast may follow the first. `title` and `feeds_back` are those of
+    the Reducer.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class Transform:
         self._ranks: Any = None  # for which the reducer was made
         self._note = ""  # for the other ranks
         self._notes: dict[int, str] = {}  # those of all ranks
+        self._drift = DriftCheck(options.check_every, options.on_drift)
 
     def __call__(
         self,
@@ -52,10 +56,14 @@ class Transform:
         gradients: Sequence[Any],
         weight: float | None = None,
         like: Any = None,
+        compared: Callable[[], Sequence[tuple[str, Any]]] | None = None,
     ) -> list[Any]:
         if is_traced(gradients):
             return self._inside_jit(names, gradients, weight)
+        is_first = self._reducer is None or self._ranks is not self.options.ranks
         reducer = self._bound(names)
+        if compared is not None and not is_first:
+            self._drift.stepped(compared, reducer.group)
         reducer.weight = weight
         self._adapter.like = next((g for g in gradients if g is not None), like)
         try:
@@ -75,6 +83,8 @@ class Transform:
         ranks = self.options.ranks
         if self._reducer is None or self._ranks is not ranks:
             self._ranks = ranks
+            self._drift.reset_counts()
+            ranks.counting.add(self._drift)
             self._reducer = self.options.reducer(
                 self._adapter,
                 named,

@@ -1223,6 +1223,22 @@ def check_a_loop_of_ones_own() -> None:
     check_close(model, alone)
 
 
+def check_a_forgotten_broadcast_is_a_warning() -> None:
+    """After step 10, by when scripts that broadcast after the first batch have done so."""
+    for broadcasts in (False, True):
+        model = network()
+        model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse")
+        callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fit(model, epochs=3, callbacks=[callback] if broadcasts else [])  # 18 steps
+        texts = [str(one.message) for one in caught if "the replicas differ" in str(one.message)]
+        # In steps that JAX compiles, variables have no values.
+        is_told = world.rank == 0 and not broadcasts and BACKEND != "jax" and world.size > 1
+        assert len(texts) == is_told, texts
+        assert all("after step 10: 2 of 4 arrays, first '" in text for text in texts), texts
+
+
 HELPERS = ("check_same_bits", "check_close", "check_shares", "check_alike")
 OF_KERAS2 = (check_sync_batch_normalization, check_a_loop_of_ones_own)
 OF_BOTH = (
@@ -1234,6 +1250,7 @@ OF_BOTH = (
     check_files,
     check_elastic_state,
     check_shard_state_is_refused,
+    check_a_forgotten_broadcast_is_a_warning,
 )
 OF_TORCH_AND_JAX = (check_shard_state, check_shard_state_in_a_loop, check_shard_state_in_files)
 NOT_HERE = OF_KERAS2 if BACKEND in ("torch", "jax") else (*OF_KERAS2, *OF_TORCH_AND_JAX)
