@@ -689,7 +689,7 @@ def check_passes_per_step() -> None:
         fit(net, epochs=1)
     check_close(loaded, model, rtol=0, atol=0)
     # Saved between two passes: the sums are each rank's own, so the file is that of the last step.
-    for divided in (False, True):
+    for divided in (False, True) if BACKEND in ("torch", "jax") else (False,):
         options = {**passes, "shard_state": True} if divided else passes
         model = compiled(hvd.DistributedOptimizer(adam(), **options))
         fit(model, epochs=1, callbacks=broadcast())
