@@ -91,7 +91,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         backward_passes_per_step: The number of batches whose gradients are added up before they are
             exchanged and applied together. In steps that JAX compiles, every pass is exchanged,
             with the same result. It uses Keras' gradient_accumulation_steps, which must not be set.
-            On several ranks, a file that is saved between two passes has none of this step's.
+            On several ranks, a .keras file that is saved between two passes has none of this
+            step's; an .h5 file, for which Keras does not ask the optimizer, has one rank's.
         average_aggregated_gradients: True: the sum is divided by backward_passes_per_step, as Keras
             itself does.
         num_groups: Horovod's older name for `groups`.
