@@ -184,6 +184,7 @@ class Comparison:
         # The names of arrays that only one run has in some step.
         self.only_here: dict[str, set[str]] = {"parameters": set(), "gradients": set()}
         self.are_renamed = False
+        self.n_compared = 0  # arrays, in all steps
         self.finding: Finding | None = None
         wires = {step.compression for steps in (a, b) for step in steps}
         self._of_wire = max(_EPSILON_OF_WIRE.get(wire, 0.0) for wire in wires)
@@ -192,6 +193,7 @@ class Comparison:
         largest = 0.0
         for found in self._differences():
             self._add(found)
+            self.n_compared += len(found.difference.names)
             if found.kind == "gradients":
                 largest = max(largest, found.difference.of_all)
             limits = self._limits(found, largest)
@@ -276,7 +278,9 @@ class Comparison:
     @property
     def is_same(self) -> bool:
         """Whether the runs take the same steps, but for rounding."""
-        return self.finding is None or (self.grew and self.of_gradients[0] < self.rounding)
+        if self.finding is None:
+            return self.n_compared > 0
+        return self.grew and self.of_gradients[0] < self.rounding
 
 
 # Words.
@@ -336,7 +340,9 @@ def _remarks(found: Comparison) -> Iterator[str]:
 def _result(found: Comparison, factor: float) -> Iterator[str]:
     """Yield the result, if the second run has `factor` times the ranks of the first."""
     finding = found.finding
-    if finding is None:
+    if not found.n_compared:
+        yield "Nothing could be compared: the runs have no array in common. Is it the same model?"
+    elif finding is None:
         yield f"The same in {'1 step' if found.n_steps == 1 else f'all {found.n_steps} steps'}."
     elif found.grew:
         first, *_ = found.of_gradients
@@ -346,7 +352,7 @@ def _result(found: Comparison, factor: float) -> Iterator[str]:
             f"{before:.1e} and {now:.1e} in steps {finding.step - 1} and {finding.step}."
         )
         yield (
-            "Training enlarges rounding errors so, also between two runs of one script in which "
+            "Training enlarges rounding errors in this way, also between two runs of one script in which "
             "sums have another order."
             if found.is_same
             else f"Rounding does not explain that of step 1: look with --tolerance {first / 4:.0e}."

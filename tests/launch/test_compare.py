@@ -207,6 +207,21 @@ def test_parameters_with_other_names_are_compared_in_their_order(record: Record)
     assert code == 0
 
 
+def test_runs_without_a_common_array_are_not_the_same(record: Record) -> None:
+    one, two = record("one", 1), record("two", 2, names=("x", "y"))
+    lines = Path(two).read_text().splitlines()
+    for i, line in enumerate(map(json.loads, lines[1:]), 1):
+        for kind in ("gradients", "parameters"):
+            del line[kind]["y"]
+        lines[i] = json.dumps(line)
+    Path(two).write_text("\n".join(lines) + "\n")
+    code, text = compared(one, two)
+    assert code == 1
+    assert text.endswith(
+        "Nothing could be compared: the runs have no array in common. Is it the same model?"
+    )
+
+
 def test_what_a_killed_job_has_written_counts(record: Record) -> None:
     one, two = Path(record("one", 1)), Path(record("two", 2))
     two.write_bytes(two.read_bytes()[:-10])
