@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -190,15 +191,31 @@ def differences(
     """Return a warning if these parameters differ between the ranks; None if they do not.
 
     Collective, before the exchange of that label or after that step. Nobody asked for it, so it
-    raises no error, and compares nothing while ranks wait in join().
+    raises no error, leaves out what cannot be read, and compares nothing while ranks are in join().
     """
-    replica = _Replica(group, [name for name, _ in named], [value for _, value in named])
+    try:
+        replica = _Replica(group, [name for name, _ in named], [value for _, value in named])
+    except _UNREADABLE:
+        named = [pair for pair in named if _is_readable(pair[1], group)]
+        replica = _Replica(group, [name for name, _ in named], [value for _, value in named])
     try:
         found = _find(replica, group, f"before {label}" if label else "", step, needs_all=False)
     except MismatchError as error:  # of shapes, though those of the gradients agree
         return f"{error} {OFF}"
     before = f" before the exchange of {label}" if label else ""
     return found and f"the replicas differ{before}{found.text} {ADVICE} {OFF}"
+
+
+_UNREADABLE = (TypeError, ValueError, BufferError, RuntimeError)
+"""What reading raises for objects without memory of their own: sparse, nested, on device `meta`."""
+
+
+def _is_readable(value: Any, group: Group) -> bool:
+    try:
+        _Replica(group, [""], [value])
+    except _UNREADABLE:
+        return False
+    return True
 
 
 class DriftCheck:
@@ -208,7 +225,7 @@ class DriftCheck:
         every: The number of steps between comparisons; 0 for never. None, for which nobody has
             asked: after steps 10 and 100 and then every 1,000, until one has warned of a
             difference. So what ranks with other processors or a load_state_dict() of their own
-            train is not silently worse; reading the parameters costs less than 0.1 % of the time.
+            train is not silently worse.
         on_drift: What to do if parameters differ: see `check_in_sync`.
     """
 
@@ -240,10 +257,10 @@ class DriftCheck:
         is_due = self.n_together in (10, 100) or self.n_together % 1000 == 0
         if not is_due or self._has_warned or group.size == 1:
             return
-        try:
-            values = [(name, _value(name, leaf)) for name, leaf in named()]
-        except TypeError:  # objects that show their gradients only
-            return
+        values = []
+        for name, leaf in named():
+            with suppress(*_UNREADABLE):  # such as an object that shows its gradient only
+                values.append((name, _value(name, leaf)))
         text = differences(values, group, step=self.n_steps)
         self._has_warned = text is not None
         if text is not None and group.rank == 0:

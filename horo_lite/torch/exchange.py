@@ -197,9 +197,8 @@ class GradientExchange:
             of_parameter: Any = state.get(parameter)
             for key in sorted(of_parameter, key=str) if isinstance(of_parameter, dict) else ():
                 x = of_parameter[key]
-                if isinstance(x, (int, float)) or (
-                    isinstance(x, torch.Tensor) and x.layout is torch.strided
-                ):
+                is_plain = type(x) is torch.Tensor and x.layout is torch.strided
+                if isinstance(x, (int, float)) or (is_plain and x.device.type != "meta"):
                     yield f"{name} {key}", x
 
     def _parameters(self) -> list[tuple[str, Any]]:

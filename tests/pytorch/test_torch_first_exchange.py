@@ -80,3 +80,28 @@ def test_a_warning_is_at_the_line_that_called_backward() -> None:
     lines, first = inspect.getsourcelines(training)
     assert warning.filename == __file__
     assert "backward()" in lines[warning.lineno - first]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("kind", ["meta", "nested", "float8"])
+def test_parameters_without_memory_are_left_out_of_unasked_comparisons(kind: str) -> None:
+    """Frozen ones, after step 10, too; the others are compared."""
+    frozen = {
+        "meta": lambda: torch.empty(3, device="meta"),
+        "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        "float8": lambda: torch.ones(4).to(torch.float8_e4m3fn),
+    }[kind]()
+
+    def run(group: Group) -> None:
+        parameter = torch.nn.Parameter(torch.ones(3))
+        inner = torch.optim.SGD([parameter, torch.nn.Parameter(frozen, requires_grad=False)], 0.1)
+        optimizer = DistributedOptimizer(inner, process_set=group)
+        for step in range(12):
+            optimizer.zero_grad()
+            (parameter * (group.rank + 1.0)).sum().backward()
+            optimizer.step()
+            if step == 5 and group.rank == 1:
+                parameter.data[0] += 1
+
+    (text,) = run_and_hear(2, run)[1]
+    assert "the replicas differ after step 10: 1 of " in text
