@@ -352,8 +352,8 @@ def _result(found: Comparison, factor: float) -> Iterator[str]:
             f"{before:.1e} and {now:.1e} in steps {finding.step - 1} and {finding.step}."
         )
         yield (
-            "Training enlarges rounding errors in this way, also between two runs of one script in which "
-            "sums have another order."
+            "Training enlarges rounding errors in this way, also between two runs of one script in "
+            "which sums have another order."
             if found.is_same
             else f"Rounding does not explain that of step 1: look with --tolerance {first / 4:.0e}."
         )
