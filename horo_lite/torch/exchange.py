@@ -305,6 +305,8 @@ class GradientExchange:
             task = graph_task()
             if task not in self._pass.tasks and not self.enter(task):
                 return
+            if slot.hook is None:  # taken out of param_groups since the last pass
+                return
             gradient = slot.parameter.grad
             if gradient is None or getattr(gradient, _TAKEN, None) == gradient._version:
                 if gradient is None and slot.task != task:
@@ -365,6 +367,8 @@ class GradientExchange:
             return False
         self._mend()
         self._use_weight()
+        if not self._pass.tasks:  # zero_grad() has not seen these if it was the module's
+            self.look_at_parameters()
         self._pass.tasks.add(task)
         notify_at_end(task, self)
         return True
@@ -432,9 +436,7 @@ class GradientExchange:
             if hasattr(gradient, _TAKEN):
                 setattr(gradient, _TAKEN, gradient._version)
         for slot in pending:
-            if slot.parameter.grad is not None:
-                slot.touched = True
-                slot.see()
+            slot.touched = slot.parameter.grad is not None
 
     def begin(self, *, keeps_pending: bool = False) -> None:
         """Begin other gradients, after zero_grad() or step().
@@ -847,6 +849,7 @@ def _release(slots: Mapping[int, Slot]) -> None:
         for hook in (slot.hook, slot.zeros_hook):
             if hook is not None:
                 hook.remove()
+        slot.hook = slot.zeros_hook = None
 
 
 def _names(

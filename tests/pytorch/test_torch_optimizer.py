@@ -1040,6 +1040,21 @@ def test_a_step_given_up_leaves_all_ranks_the_same(set_to_none: bool) -> None:
     assert_same_weights(a, b)
 
 
+def test_zeros_that_the_module_sets_to_zero_again_have_not_been_changed() -> None:
+    def rank(group: Group) -> list[float]:
+        net = nn.Linear(2, 1, bias=False)
+        optimizer = wrap(sgd(net), group, backward_passes_per_step=2)
+        x = torch.full((1, 2), group.rank + 1.0)
+        net(x).sum().backward()
+        optimizer.zero_grad(set_to_none=False)
+        net.zero_grad(set_to_none=False)
+        for _ in range(2):
+            net(x).sum().backward()
+        return net.weight.grad.flatten().tolist()
+
+    assert run_threads(2, rank) == [[3.0, 3.0]] * 2
+
+
 def test_gradients_that_a_rank_in_join_did_not_receive() -> None:
     """They are zeros on all ranks afterwards, and not on those only that had more batches."""
 
@@ -1213,6 +1228,35 @@ def test_parameters_that_come_later_are_averages_when_backward_returns(comes: st
         return new.grad.tolist()
 
     assert run_threads(2, rank) == [[1.5] * 3] * 2
+
+
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("first", ["new", "old"])
+def test_a_new_head_is_averaged_without_the_optimizers_zero_grad(
+    first: str, passes: int, views: bool
+) -> None:
+    """The body's hook finds it, whether autograd has already reached it or not."""
+
+    def rank(group: Group) -> list[Any]:
+        body, former, head = (nn.Parameter(torch.ones(3)) for _ in range(3))
+        optimizer = wrap(
+            torch.optim.SGD([body, former], lr=1.0),
+            group,
+            backward_passes_per_step=passes,
+            gradient_as_bucket_view=views,
+        )
+        for x in [former, head, head]:
+            optimizer.param_groups[0]["params"][1] = x
+            a, b = (body, x) if first == "new" else (x, body)  # the last one used comes first
+            for p in [body, former, head]:
+                p.grad = None  # as by the module's zero_grad()
+            for _ in range(passes):
+                ((group.rank + 1.0) * (a * 2.0 * b) + 0.0 * former).sum().backward()
+            averages = [body.grad.tolist(), x.grad.tolist()]
+        return averages
+
+    assert run_threads(2, rank) == [[[3.0 * passes] * 3] * 2] * 2
 
 
 @pytest.mark.parametrize("op", [Average, Sum])
