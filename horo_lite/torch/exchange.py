@@ -216,12 +216,21 @@ class GradientExchange:
         if len(parameters) != len(self.slots) or not all(map(is_, parameters, self._seen)):
             named = self.named()
             self._check_owned_once(named)
+            for name, parameter in named:
+                if torch.nn.parameter.is_lazy(parameter):
+                    raise ValueError(
+                        f"parameter {name!r} is uninitialized, as in a lazy module, so it has no "
+                        "shape yet: call the module with a batch on every rank, and then "
+                        "broadcast_parameters(), before its parameters are in a "
+                        "DistributedOptimizer"
+                    )
             self.slots = []
             for i, (name, parameter) in enumerate(named):
                 slot = self._of_id.get(id(parameter))
                 if slot is None:
                     slot = self._of_id[id(parameter)] = Slot(name, parameter)
-                    make_own(parameter)
+                    if parameter.layout is torch.strided:
+                        make_own(parameter)
                     if parameter.grad is not None and not with_gradients:
                         setattr(parameter.grad, _MARK, _COMPUTED)
                         slot.touched = True

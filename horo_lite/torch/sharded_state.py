@@ -471,6 +471,13 @@ class ShardedUpdate(GradientExchange):
     def _check_shardable(self) -> None:
         """Raise ValueError for parameters that cannot be dealt to ranks."""
         for slot in self.slots:
+            layout = slot.parameter.layout
+            if layout is not torch.strided or slot.parameter.is_meta:
+                what = "without memory" if slot.parameter.is_meta else str(layout)
+                raise ValueError(
+                    f"shard_state=True needs parameters with memory of their own, but "
+                    f"{slot.name!r} is {what}: leave it out of the optimizer, or omit shard_state"
+                )
             if slot.parameter.numel() and not _is_dense(slot.parameter):
                 raise ValueError(
                     f"shard_state=True needs parameters without gaps in memory, but {slot.name!r} "

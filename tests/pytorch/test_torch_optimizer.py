@@ -1230,6 +1230,53 @@ def test_parameters_that_come_later_are_averages_when_backward_returns(comes: st
     assert run_threads(2, rank) == [[1.5] * 3] * 2
 
 
+@pytest.mark.parametrize(
+    ("kind", "refused"),
+    [("sparse", "torch.sparse_coo"), ("csr", "torch.sparse_csr"), ("meta", "without memory")],
+)
+def test_a_frozen_parameter_without_dense_memory(kind: str, refused: str) -> None:
+    """It stays as it is; a state that is divided cannot include it."""
+
+    def wrapped(group: Group, **options: Any) -> Any:
+        value = {
+            "sparse": torch.eye(3).to_sparse(),
+            "csr": torch.eye(3).to_sparse_csr(),
+            "meta": torch.empty(3, device="meta"),
+        }[kind]
+        parameters = nn.Parameter(torch.zeros(3)), nn.Parameter(value, requires_grad=False)
+        named = [("dense", parameters[0]), ("odd", parameters[1])]
+        return DistributedOptimizer(
+            torch.optim.SGD(parameters, lr=1.0), named, process_set=group, **options
+        )
+
+    def rank(group: Group) -> list[float]:
+        optimizer = wrapped(group)
+        dense, _ = optimizer.param_groups[0]["params"]
+        for _ in range(2):
+            optimizer.zero_grad()
+            ((group.rank + 1.0) * dense).sum().backward()
+            optimizer.step()
+        return dense.tolist()
+
+    assert run_threads(2, rank) == [[-3.0] * 3] * 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        message = fails_alike(2, lambda group: wrapped(group, shard_state=True).step(), ValueError)
+    assert "'odd'" in message
+    assert refused in message
+
+
+def test_a_lazy_parameter_is_an_error_that_names_it() -> None:
+    def rank(group: Group) -> None:
+        net = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2))
+        with pytest.raises(ValueError, match=r"'1\.weight' is uninitialized.*call the module"):
+            wrap(sgd(net), group, net)
+        net(torch.ones(1, 2))
+        wrap(sgd(net), group, net)
+
+    run_threads(2, rank)
+
+
 @pytest.mark.parametrize("views", [False, True])
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("first", ["new", "old"])
