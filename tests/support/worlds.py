@@ -304,7 +304,10 @@ def _answer(call: _Call) -> tuple[object, str]:
                 time.sleep(0.05)
                 after = _state()
     except BaseException as error:
-        shown = traceback.TracebackException.from_exception(error, capture_locals=True)
+        try:
+            shown = traceback.TracebackException.from_exception(error, capture_locals=True)
+        except Exception:  # the repr() of a value, such as that of a JAX operation that has failed
+            shown = traceback.TracebackException.from_exception(error)
         return None, "".join(shown.format())
     left = "".join(
         f"left behind: {key}: {before.get(key)} -> {after.get(key)}\n"
