@@ -61,7 +61,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         raise TypeError(f"{optimizer!r} is not an optimizer of mlx.optimizers")
     Options(op=op, compression=compression, group=group)  # checks them
 
-    def average(gradients: Any, weight: float | None) -> Any:
+    def average(gradients: Any, parameters: Any, weight: float | None) -> Any:
         return average_gradients(
             gradients,
             op=op,
@@ -69,6 +69,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             weight=weight,
             name=name,
             group=group,
+            parameters=parameters,
         )
 
     if not shard_state:
@@ -100,7 +101,7 @@ def whole_state(optimizer: Any) -> Any:
 class Averaging(Sharing):
     """Base class of a wrapped optimizer, in addition to its own class."""
 
-    _average: Callable[[Any, float | None], Any]
+    _average: Callable[[Any, Any, float | None], Any]
 
     def update(self, model: Any, gradients: Any, *, weight: float | None = None) -> None:
         model.update(self.apply_gradients(gradients, model, weight=weight))
@@ -108,7 +109,7 @@ class Averaging(Sharing):
     def apply_gradients(
         self, gradients: Any, parameters: Any, *, weight: float | None = None
     ) -> Any:
-        averages = self._average(gradients, weight)
+        averages = self._average(gradients, parameters, weight)
         return super().apply_gradients(averages, parameters)  # type: ignore[misc]
 
 
@@ -170,7 +171,7 @@ class ShardedAveraging(DividedState, Averaging):
     def apply_gradients(
         self, gradients: Any, parameters: Any, *, weight: float | None = None
     ) -> Any:
-        averages = self._average(gradients, weight)
+        averages = self._average(gradients, parameters, weight)
         named = tree_flatten(averages)
         values = dict(tree_flatten(parameters))
         label = f"parameters of a {type(self).__name__} with shard_state=True"

@@ -58,13 +58,11 @@ class GradientAverager:
     Args:
         transform: The transformation that averages them.
         scale_local: Whether gradients of local variables are divided by the number of ranks.
-        compares: Whether variables can be read between steps, and are compared from time to time.
     """
 
-    def __init__(self, transform: Transform, scale_local: bool, compares: bool = False) -> None:
+    def __init__(self, transform: Transform, scale_local: bool) -> None:
         self._transform = transform
         self._scale_local = scale_local
-        self._compares = compares
         self._local: dict[int, Any] = {}
 
     @property
@@ -84,10 +82,12 @@ class GradientAverager:
         gradients: Sequence[Any],
         weight: Any = None,
         like: Any = None,
+        values: Sequence[Any] | None = None,
     ) -> list[Any]:
         """Return the gradients that the optimizer is to apply; every rank calls it.
 
-        Those of a rank that has none of its own are arrays like `like`.
+        Those of a rank that has none of its own are arrays like `like`. `values`, by default the
+        variables themselves, are compared between the ranks from time to time; nothing if empty.
 
         A rank outside the process set keeps its own gradients, as in Horovod.
         """
@@ -106,11 +106,14 @@ class GradientAverager:
         )
         of = [names[i] for i in averaged]
 
-        def values() -> list[tuple[str, Any]]:
-            return [(names[i], variables[i]) for i in averaged]
+        known = variables if values is None else values
 
-        compared = values if self._compares else None
-        averages = restored(self._transform(of, sent, weight, like, compared))
+        def compared() -> list[tuple[str, Any]]:
+            return [(names[i], known[i]) for i in averaged]
+
+        averages = restored(
+            self._transform(of, sent, weight, like, compared if len(known) else None)
+        )
         for i, average in zip(averaged, averages, strict=True):
             results[i] = scaled(average, factor)
         return results

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeVar
 
@@ -14,7 +15,7 @@ import numpy as np
 from horo_lite import ops
 from horo_lite.adapters.jax import MEMORY
 from horo_lite.collectives.arrays import Memory
-from horo_lite.collectives.calls import AllGatherInPlace, Compare, Part
+from horo_lite.collectives.calls import AllGatherInPlace, Part
 from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.group import Group
 from horo_lite.collectives.handle import Handle
@@ -23,9 +24,9 @@ from horo_lite.context import on_ended, on_ending, on_renewed
 from horo_lite.errors import raised_in_graphs, warn
 from horo_lite.jax.primitive import bind, complete
 from horo_lite.settings import check_every
+from horo_lite.state.drift import DriftCheck, Run, differences
 from horo_lite.training import step_record
 from horo_lite.training.gradient_memory import compare_samples, hash_of
-from horo_lite.transports.interface import Header
 
 Array = Any  # jax.Array, traced or not; a NumPy array where stated
 C = TypeVar("C", bound="Call")
@@ -64,8 +65,12 @@ class Call(ABC):
         return ""
 
     def of(self, places: Sequence[int]) -> Call:
-        """Return the same operation for some of the arrays."""
+        """Return the same operation for the tangents of some of the arrays."""
         return self
+
+    def without_parameters(self, xs: Sequence[Array]) -> tuple[Call, Sequence[Array]]:
+        """Return the operation and its inputs without those that are compared only."""
+        return self, xs
 
     def ranks(self) -> Group:
         return ops.ranks_of(self.group)
@@ -128,8 +133,10 @@ class Allreduce(Call):
     prescale_factor: float = 1.0
     postscale_factor: float = 1.0
     names: tuple[str, ...] = ()  # of the arrays
-    weighted: bool = False  # the last input is the weight
+    weighted: bool = False  # the input after the arrays is the weight
     of_gradients: bool = False  # warn if ranks have the same in the first call; record steps
+    parameters: tuple[str, ...] = ()  # names of the last inputs, which are compared, and not sent
+    broadcast_later: bool = False  # the parameters, between the first call and the second
 
     in_place = True
     elementwise = True
@@ -141,19 +148,24 @@ class Allreduce(Call):
         return "with a weight" if self.weighted else ""
 
     def of(self, places: Sequence[int]) -> Call:
-        return replace(self, names=tuple(self.names[i] for i in places if self.names))
+        names = tuple(self.names[i] for i in places if self.names)
+        return replace(self, names=names, of_gradients=False, parameters=())
+
+    def without_parameters(self, xs: Sequence[Array]) -> tuple[Call, Sequence[Array]]:
+        return replace(self, parameters=()), xs[: len(xs) - len(self.parameters)]
 
     def eagerly(self, xs: Sequence[Array]) -> list[Array]:
-        arrays, options = self._given(xs)
-        group = self.ranks()
-        mine = self._hash_if_first(arrays)
-        averages = ops.grouped_allreduce(arrays, self.op, name=self.name, **options, group=group)
-        self._compare_samples(mine, self.name or "")
-        self._record(averages)
+        arrays, options, parameters = self._given(xs)
+        with self._compared(arrays, parameters, self.name or ""):
+            group = self.ranks()
+            averages = ops.grouped_allreduce(
+                arrays, self.op, name=self.name, **options, group=group
+            )
+        self._record(averages, parameters)
         return averages
 
     def start(self, xs: list[Any], name: str) -> Handle:
-        arrays, options = self._given(xs)
+        arrays, options, _ = self._given(xs)
         return ops.grouped_allreduce_async_(
             arrays, self.op, name=name, **options, group=self.ranks()
         )
@@ -161,44 +173,52 @@ class Allreduce(Call):
     def execute(self, xs: Sequence[Any], name: str) -> Any:
         group = self.ranks()
 
-        def run(call: Compare, part: Part) -> list[Header]:
-            headers: list[Header] = group.synchronize(group.submit(call, part), beside=True)
-            return headers
+        def run(call: Any, part: Part) -> Any:
+            return group.synchronize(group.submit(call, part), beside=True)
 
-        mine = self._hash_if_first(self._given(xs)[0])
-        result = super().execute(xs, name)
-        self._compare_samples(mine, name, run)
-        self._record(self._given(xs)[0])
+        arrays, _, parameters = self._given(xs)
+        with self._compared(arrays, parameters, name, run):
+            result = super().execute(xs, name)
+        self._record(arrays, parameters)
         return result
 
-    def _hash_if_first(self, gradients: Sequence[Array]) -> int | None:
-        """Return their hash, before the first exchange of gradients with these names."""
-        group = self.ranks()
-        if not self.of_gradients or group.size == 1 or self.names in _Compared.of(group).names:
-            return None
-        return None if check_every() == 0 else hash_of(gradients, group)
-
-    def _compare_samples(
+    @contextmanager
+    def _compared(
         self,
-        mine: int | None,
+        gradients: Sequence[Array],
+        parameters: Sequence[tuple[str, Array]],
         label: str,
-        run: Callable[[Compare, Part], list[Header]] | None = None,
-    ) -> None:
-        """Warn if ranks have the same hash; after the exchange, whose names are alike."""
-        group = self.ranks()
-        if mine is None:
-            return
-        _Compared.of(group).names.add(self.names)
-        text = compare_samples(mine, group, label, run)
-        if text is not None and group.rank == 0:
-            warn(text)
+        run: Run | None = None,
+    ) -> Iterator[None]:
+        """Compare what should be the same on all ranks, and what should not, around an exchange.
 
-    def _record(self, averages: Sequence[Array]) -> None:
+        After it, the ranks know that the gradients' names are alike.
+        """
+        group = self.ranks()
+        known = _Exchanges.of(group, self) if self.of_gradients and group.size > 1 else None
+        is_first = known is not None and known.is_first and check_every() != 0
+        mine = hash_of(gradients, group) if is_first else 0
+        yield
+        if known is None:
+            return
+        texts = []
+        if is_first:
+            texts.append(compare_samples(mine, group, label, run))
+        if parameters and not known.is_first:
+            known.drift.stepped(lambda: parameters, group, run)
+        elif is_first and parameters and not self.broadcast_later:
+            texts.append(differences(parameters, group, label, run=run))
+        known.is_first = False
+        for text in texts if group.rank == 0 else ():
+            if text is not None:
+                warn(text)
+
+    def _record(self, averages: Sequence[Array], parameters: Sequence[tuple[str, Array]]) -> None:
         """Record the step, if that is wanted."""
         if self.of_gradients and step_record.is_on():
             named = zip(self.names or ("",), averages, strict=True)
             title, how = self.name or "gradients", str(self.compression.name)
-            step_record.record_for(self.ranks(), title, named, (), how)
+            step_record.record_for(self.ranks(), title, named, parameters, how)
 
     def check(self, dtypes: Sequence[Any]) -> None:
         arrays = Memory([np.empty(0, dtype) for dtype in dtypes], fresh=True)
@@ -207,7 +227,7 @@ class Allreduce(Call):
         AllReduce(self.name, self.op, self.compression, *factors).check(part)
 
     def results(self, xs: Sequence[Any]) -> list[Any]:
-        return list(xs[:-1]) if self.weighted else list(xs)
+        return list(xs[: len(xs) - len(self.parameters) - self.weighted])
 
     def title(self, i: int) -> str:
         return super().title(i) + (f", {self.names[i]!r}" if i < len(self.names) else "")
@@ -215,35 +235,53 @@ class Allreduce(Call):
     def transposed(self, cotangents: Sequence[Array]) -> Sequence[Array]:
         return bind(self, cotangents)
 
-    def _given(self, xs: Sequence[Array]) -> tuple[Sequence[Array], dict[str, Any]]:
-        weight = float(xs[-1]) if self.weighted else None
+    def _given(
+        self, xs: Sequence[Array]
+    ) -> tuple[Sequence[Array], dict[str, Any], list[tuple[str, Array]]]:
+        """Return the arrays to reduce, options, and the named parameters."""
+        arrays = self.results(xs)
+        rest = xs[len(arrays) :]
+        weight = float(rest[0]) if self.weighted else None
         if weight is not None and not 0 <= weight < float("inf"):
             raise ValueError(f"weight must be a number of samples (0 or more), not {weight}")
-        return xs[:-1] if self.weighted else xs, {
+        options = {
             "compression": self.compression,
             "prescale_factor": self.prescale_factor,
             "postscale_factor": self.postscale_factor,
             "names": self.names,
             "weight": weight,
         }
+        return arrays, options, list(zip(self.parameters, rest[self.weighted :], strict=True))
 
 
-class _Compared:
-    """Which gradients a group's ranks have compared: the same on all ranks, like their calls."""
+class _Exchanges:
+    """What is known of the exchanges of gradients with some names, the same on all ranks."""
+
+    def __init__(self) -> None:
+        self.is_first = True
+        self.drift = DriftCheck(check_every(), "raise")
+
+    @classmethod
+    def of(cls, group: Group, call: Allreduce) -> _Exchanges:
+        return _AllExchanges.of(group).known.setdefault(call.names, cls())
+
+
+class _AllExchanges:
+    """Those of a group."""
 
     def __init__(self, group: Group) -> None:
-        self.names: set[tuple[str, ...]] = set()
+        self.known: dict[tuple[str, ...], _Exchanges] = {}
         group.counting.add(self)
 
     def reset_counts(self) -> None:
         """Begin anew: all ranks have joined, after different calls."""
-        self.names.clear()
+        self.known.clear()
 
     @classmethod
-    def of(cls, group: Group) -> _Compared:
+    def of(cls, group: Group) -> _AllExchanges:
         if cls not in group.kept:
             group.kept[cls] = cls(group)
-        found: _Compared = group.kept[cls]
+        found: _AllExchanges = group.kept[cls]
         return found
 
 

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import jax
 import jax.numpy as jnp
 
 from horo_lite import ops
@@ -26,7 +27,7 @@ from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.group import Group
 from horo_lite.collectives.reductions import Average, Op
 from horo_lite.jax.calls import Allgather, Allreduce, Alltoall, Broadcast, Call
-from horo_lite.jax.primitive import bind, is_traced
+from horo_lite.jax.primitive import bind, is_sendable, is_traced
 
 __all__ = [
     "allgather",
@@ -105,6 +106,8 @@ def average_gradients(
     weight: Array | None = None,
     name: str | None = None,
     group: Group | None = None,
+    parameters: Any = None,
+    broadcast_later: bool = False,
 ) -> Tree:
     """Return `tree` with every array replaced by its average (or sum) over all ranks.
 
@@ -117,14 +120,25 @@ def average_gradients(
             traced scalar, on every rank or on none.
         name: For messages.
         group: The ranks; by default all.
+        parameters: A pytree with the parameters that will be updated, under the same names: the
+            ranks compare them in the first call, after 10 and 100 calls and every 1,000, and rank 0
+            warns if they differ.
+        broadcast_later: Whether they may differ in the first call.
 
     Raises:
         MismatchError: The ranks' trees differ; it names the first leaf that does.
     """
     if weight is not None and op is not Average:
         raise ValueError(f"a weight needs op=Average; with op={op} it has no meaning")
-    call = Allreduce(name or "gradients", group, op, compression, of_gradients=True)
-    return _reduced(tree, call, weight)
+    call = Allreduce(
+        name or "gradients",
+        group,
+        op,
+        compression,
+        of_gradients=True,
+        broadcast_later=broadcast_later,
+    )
+    return _reduced(tree, call, weight, parameters)
 
 
 def reducescatter(
@@ -209,15 +223,30 @@ def alltoall(
     return _one(x, Alltoall(name, group))
 
 
-def _reduced(tree: Tree, call: Allreduce, weight: Array | None = None) -> Tree:
+def _reduced(
+    tree: Tree, call: Allreduce, weight: Array | None = None, parameters: Any = None
+) -> Tree:
     named, rebuilt = named_arrays(tree)
-    names = () if [name for name, _ in named] == [""] else tuple(name for name, _ in named)
+    names = [name for name, _ in named]
     xs = [x for _, x in named]
     if is_traced(xs):  # numbers are reduced as floats, as outside jit
         xs = [float(x) if isinstance(x, (bool, int)) else x for x in xs]
+    call = replace(call, names=() if names == [""] else tuple(names), weighted=weight is not None)
     if weight is not None:
         xs.append(jnp.asarray(weight, float))
-    return rebuilt(bind(replace(call, names=names, weighted=weight is not None), xs))
+    # A compiled function would keep values that are known now, and compare these in every call.
+    now, known = not is_traced(xs), set(names)
+    compared = {
+        name: x
+        for name, x in named_arrays(parameters)[0]
+        if name in known
+        and hasattr(x, "dtype")
+        and is_sendable(x.dtype)
+        and now != isinstance(x, jax.core.Tracer)
+    }
+    xs += compared.values()
+    call = replace(call, parameters=tuple(compared))
+    return rebuilt(bind(call, xs))
 
 
 def _one(x: Array, call: Call) -> Array:

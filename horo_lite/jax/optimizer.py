@@ -73,6 +73,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             weight=weight,
             name=name,
             group=group,
+            parameters=params,
         )
         return inner.update(updates, state, params, **extra)
 

@@ -114,8 +114,12 @@ _primitive.multiple_results = True
 _primitive.def_impl(lambda *xs, call: call.eagerly(xs))
 
 
-def _through_callback(call: Call, *xs: Array) -> Sequence[Array]:
-    """Perform the operation in a callback of JAX, on copies in host memory."""
+def _through_callback(call: Call, xs: Sequence[Array]) -> Sequence[Array]:
+    """Perform the operation in a callback of JAX, on copies in host memory.
+
+    Parameters would be copied there in every step, and are not compared.
+    """
+    call, xs = call.without_parameters(xs)
 
     def run(*arrays: Any) -> list[Any]:
         return call.run([np.array(x) if call.in_place else np.asarray(x) for x in arrays])
@@ -130,7 +134,7 @@ def _through_callback(call: Call, *xs: Array) -> Sequence[Array]:
 @_primitive.def_effectful_abstract_eval
 def _results(*xs: Any, call: Call) -> Any:
     for i, x in enumerate(xs):
-        if not (x.dtype == jnp.bfloat16 or _is_numpys(x.dtype)):
+        if not is_sendable(x.dtype):
             raise TypeError(
                 f"{call.title(i)}: dtype {x.dtype} cannot be reduced or sent: use integers, bool, "
                 "or float16/bfloat16/float32/float64"
@@ -144,25 +148,31 @@ def _results(*xs: Any, call: Call) -> Any:
     ], {_IN_ORDER}
 
 
-def _is_numpys(dtype: Any) -> bool:
-    """Return whether `dtype` is a numeric type of NumPy itself: ml_dtypes has floats of kind f.
+def is_sendable(dtype: Any) -> bool:
+    """Return whether the core knows `dtype`: bfloat16, or a numeric type of NumPy itself.
 
-    Those have isbuiltin 2; NumPy has 1 for its own, but 0 after pickling.
+    The floats of ml_dtypes also have kind f, but isbuiltin 2; NumPy has 1 for its own, but 0 after
+    pickling.
     """
+    if dtype == jnp.bfloat16:
+        return True
     return isinstance(dtype, np.dtype) and dtype.isbuiltin != 2 and dtype.kind in "biuf"
 
 
 _lower_to_callback = mlir.lower_fun(
-    lambda *xs, call: _through_callback(call, *xs), multiple_results=True
+    lambda *xs, call: _through_callback(call, xs), multiple_results=True
 )
+
+
+Specs = tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]
 
 
 class _Traced(NamedTuple):
     """An operation that compiled programs refer to by its number."""
 
     call: Call
-    inputs: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]
-    results: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]
+    inputs: Specs
+    results: Specs
 
 
 _traced: list[_Traced] = []
@@ -198,13 +208,11 @@ def _run(number: int, inputs: list[memoryview], results: list[memoryview]) -> st
     """Execute `Call.run` on XLA's memory; return the error message, or None."""
     try:
         traced = _traced[number]
-        xs, ys = (
-            [np.ndarray(*shape, view) for shape, view in zip(shapes, views, strict=True)]
-            for shapes, views in ((traced.inputs, inputs), (traced.results, results))
-        )
-        if traced.call.in_place:
-            traced.call.run([*ys, *xs[len(ys) :]])
+        ys = _arrays(traced.results, results)
+        if traced.call.in_place:  # the first inputs are there already
+            traced.call.run(ys + _arrays(traced.inputs[len(ys) :], inputs[len(ys) :]))
         else:
+            xs = _arrays(traced.inputs, inputs)
             for y, result in zip(ys, traced.call.run(xs), strict=True):
                 if y.shape != result.shape:  # NumPy would repeat a single row
                     raise ValueError(
@@ -217,6 +225,10 @@ def _run(number: int, inputs: list[memoryview], results: list[memoryview]) -> st
     except BaseException as error:
         return in_words(error)
     return None
+
+
+def _arrays(specs: Specs, views: Sequence[memoryview]) -> list[Any]:
+    return [np.ndarray(*spec, view) for spec, view in zip(specs, views, strict=True)]
 
 
 def inside_jit() -> str:
@@ -325,6 +337,8 @@ def _batch(xs: Sequence[Array], axes: Sequence[int | None], *, call: Call) -> An
         raise NotImplementedError(
             f"{type(call).__name__.lower()} inside vmap: call it outside, on the whole batch"
         )
+    call, xs = call.without_parameters(xs)
+    axes = axes[: len(xs)]
     n_results = len(call.results(xs))
     if any(axis is not None for axis in axes[n_results:]):
         raise NotImplementedError(f"{call.title(0)}: inside vmap, all cases must have one weight")

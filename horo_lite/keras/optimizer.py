@@ -121,9 +121,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     )
     passes = checked_passes(backward_passes_per_step)
     transform = _transform(options, sparse_as_dense, is_keras2)
-    # In steps that JAX compiles, variables have no values.
-    compares = is_keras2 or keras.backend.backend() in ("torch", "tensorflow")
-    averager = GradientAverager(transform, scale_local_gradients, compares)
+    averager = GradientAverager(transform, scale_local_gradients)
     if is_keras2:
         keras2 = import_module("horo_lite.keras.keras2")
         return keras2.wrapped(optimizer, averager, passes, average_aggregated_gradients)
@@ -351,7 +349,7 @@ class AveragingOptimizer(Averaging):
         # A LossScaleOptimizer checks the gradients before it calls the inner optimizer's apply();
         # other optimizers call their own.
         own = vars(self)
-        grads = self._averaged(grads, None, weight)
+        grads = self._averaged(grads, None, weight, trainable_variables)
         own["_is_averaged"] = True
         try:
             return super().stateless_apply(  # type: ignore[misc]
@@ -361,7 +359,11 @@ class AveragingOptimizer(Averaging):
             own["_is_averaged"] = False
 
     def _averaged(
-        self, grads: Sequence[Any], variables: list[Any] | None, weight: Any
+        self,
+        grads: Sequence[Any],
+        variables: list[Any] | None,
+        weight: Any,
+        values: Sequence[Any] | None = None,
     ) -> Sequence[Any]:
         if self._passes > 1:
             if weight is not None:
@@ -373,7 +375,8 @@ class AveragingOptimizer(Averaging):
             return grads
         # What a rank without any gradient receives is of the same kind as its variables.
         like = None if any(g is not None for g in grads) else variables[0].value
-        return self._averager(variables, list(map(name_of, variables)), grads, weight, like)
+        names = list(map(name_of, variables))
+        return self._averager(variables, names, grads, weight, like, values)
 
     # Every backend's Keras optimizer calls these two methods in this order, the second one with the
     # sum over the passes.

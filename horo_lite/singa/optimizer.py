@@ -15,8 +15,10 @@ from horo_lite.adapters.singa import array_of, new_tensor, write
 from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.group import Group
 from horo_lite.collectives.reductions import Average
+from horo_lite.settings import check_every
 from horo_lite.singa.communicator import Communicator
 from horo_lite.singa.sparse import sparse_sum
+from horo_lite.state.drift import DriftCheck
 from horo_lite.state.trees import mapped
 from horo_lite.training.options import Options
 from horo_lite.training.reducer import Reducer
@@ -74,6 +76,8 @@ class DistributedOptimizer:
         self._compression = compression
         self._known: dict[int, _Gradient] = {}  # by id(): tensors compare element by element
         self._reducers: dict[tuple[Compressor, int], Reducer] = {}
+        self._drift = DriftCheck(check_every(), "raise")
+        self._group.counting.add(self._drift)
         if isinstance(parameters, Mapping):
             self._know(list(parameters.items()))
         elif parameters is not None:
@@ -243,6 +247,12 @@ class DistributedOptimizer:
             reducer = self._reducer(compression, threshold, weight)
         reducer.finish()
         self._step()
+        self._drift.stepped(
+            lambda: [
+                (known.name, array_of(known.parameter.data)) for known in self._known.values()
+            ],
+            self._group,
+        )
 
     def _reducer(self, compression: Compressor, threshold: int, weight: float | None) -> Reducer:
         # Reversed: buckets begin with the last parameters, and so does backward().

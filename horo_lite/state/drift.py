@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -150,11 +150,12 @@ def compare(
     stateful: Any = None,
     n_parameters: int | None = None,
     needs_all: bool = True,
+    run: Run | None = None,
 ) -> bool:
     """Do `check_in_sync` for named leaves; from `n_parameters` on they are `stateful`'s state.
 
     Unless it `needs_all` ranks, nothing is compared while some wait in join(), since their replicas
-    are not updated.
+    are not updated. `run` executes a Call; by default the group's.
     """
     if group.size == 1:
         return True
@@ -168,7 +169,7 @@ def compare(
                     'cannot be written: use "raise" or "warn", and broadcast_parameters()'
                 )
     replica = _Replica(group, [name for name, _ in named], values)
-    found = _find(replica, group, f"on_drift={on_drift!r}", step or 0, needs_all)
+    found = _find(replica, group, f"on_drift={on_drift!r}", step or 0, needs_all, run)
     if found is None:
         return True
     text = f"the replicas differ{found.text} {ADVICE}"
@@ -186,33 +187,51 @@ def compare(
 
 
 def differences(
-    named: Sequence[tuple[str, Any]], group: Group, label: str = "", step: int = 0
+    named: Sequence[tuple[str, Any]],
+    group: Group,
+    label: str = "",
+    step: int = 0,
+    run: Run | None = None,
 ) -> str | None:
     """Return a warning if these parameters differ between the ranks; None if they do not.
 
-    Collective, before the exchange of that label or after that step. Nobody asked for it, so it
-    raises no error, leaves out what cannot be read, and compares nothing while ranks are in join().
+    Collective, at the exchange of that label or after that step. Nobody asked for it, so it raises
+    no error, leaves out what cannot be read, and compares nothing while ranks are in join(). `run`
+    executes a Call; by default the group's.
     """
+    values = values_of(named)
     try:
-        replica = _Replica(group, [name for name, _ in named], [value for _, value in named])
+        replica = _Replica.of(values, group)
     except _UNREADABLE:
-        named = [pair for pair in named if _is_readable(pair[1], group)]
-        replica = _Replica(group, [name for name, _ in named], [value for _, value in named])
+        replica = _Replica.of([each for each in values if _is_readable(each, group)], group)
     try:
-        found = _find(replica, group, f"before {label}" if label else "", step, needs_all=False)
+        how = f"before {label}" if label else ""
+        found = _find(replica, group, how, step, needs_all=False, run=run)
     except MismatchError as error:  # of shapes, though those of the gradients agree
         return f"{error} {OFF}"
     before = f" before the exchange of {label}" if label else ""
     return found and f"the replicas differ{before}{found.text} {ADVICE} {OFF}"
 
 
+Run = Callable[[Any, Part], Any]
+"""Executes a Call with this rank's Part, and returns its result."""
+
 _UNREADABLE = (TypeError, ValueError, BufferError, RuntimeError)
 """What reading raises for objects without memory of their own: sparse, nested, on device `meta`."""
 
 
-def _is_readable(value: Any, group: Group) -> bool:
+def values_of(named: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """Return these parameters as arrays, except those that cannot be read."""
+    values = []
+    for name, leaf in named:
+        with suppress(*_UNREADABLE):  # such as an object that shows its gradient only
+            values.append((name, _value(name, leaf)))
+    return values
+
+
+def _is_readable(named: tuple[str, Any], group: Group) -> bool:
     try:
-        _Replica(group, [""], [value])
+        _Replica.of([named], group)
     except _UNREADABLE:
         return False
     return True
@@ -240,28 +259,34 @@ class DriftCheck:
         self.n_together = 0
         self._has_warned = False
 
-    def stepped(self, named: Callable[[], Sequence[tuple[str, Any]]], group: Group) -> None:
-        """Count a step; if a comparison is due, compare `named()`. Ranks may be in join()."""
+    def stepped(
+        self,
+        named: Callable[[], Sequence[tuple[str, Any]]],
+        group: Group,
+        run: Run | None = None,
+    ) -> None:
+        """Count a step; if a comparison is due, compare `named()`. Ranks may be in join().
+
+        `run` executes a Call; by default the group's.
+        """
         self.n_steps += 1
         self.n_together += 1
         if self._every is None:
-            self._compare_unasked(named, group)
+            self._compare_unasked(named, group, run)
         elif self._every and self.n_together % self._every == 0:
-            compare(
-                named(), group=group, on_drift=self._on_drift, step=self.n_steps, needs_all=False
-            )
+            how = self._on_drift
+            compare(named(), group=group, on_drift=how, step=self.n_steps, needs_all=False, run=run)
 
     def _compare_unasked(
-        self, named: Callable[[], Sequence[tuple[str, Any]]], group: Group
+        self,
+        named: Callable[[], Sequence[tuple[str, Any]]],
+        group: Group,
+        run: Run | None,
     ) -> None:
         is_due = self.n_together in (10, 100) or self.n_together % 1000 == 0
         if not is_due or self._has_warned or group.size == 1:
             return
-        values = []
-        for name, leaf in named():
-            with suppress(*_UNREADABLE):  # such as an object that shows its gradient only
-                values.append((name, _value(name, leaf)))
-        text = differences(values, group, step=self.n_steps)
+        text = differences(named(), group, step=self.n_steps, run=run)
         self._has_warned = text is not None
         if text is not None and group.rank == 0:
             warn(text)
@@ -276,15 +301,24 @@ class _Found(NamedTuple):
     of_source: int
 
 
-def _find(replica: _Replica, group: Group, how: str, step: int, needs_all: bool) -> _Found | None:
+def _find(
+    replica: _Replica,
+    group: Group,
+    how: str,
+    step: int,
+    needs_all: bool,
+    run: Run | None,
+) -> _Found | None:
+    run = run or group.run
     text = "\n".join([_Find.kind, how, *replica.lines()])
     mine = Part(number=replica.hash_of_all(), weight=step)
     with group.uninterrupted():
-        headers = group.run(Compare(_Find.kind, text, needs_all), mine)
+        headers = run(Compare(_Find.kind, text, needs_all), mine)
         hashes = {header.count for header in headers}
         if len(hashes) == 1 or Compare.JOINED in hashes:
             return None
-        return group.run(_Find(step=int(max(header.weight for header in headers))), replica)
+        found: _Found = run(_Find(step=int(max(header.weight for header in headers))), replica)
+        return found
 
 
 @dataclass(frozen=True)
@@ -311,6 +345,10 @@ class _Replica(Part):
         self._readable = Readable(group)
         self._specs = [_spec(value) for value in values]
         self._hashes = self._readable.hashes(values)
+
+    @classmethod
+    def of(cls, named: Sequence[tuple[str, Any]], group: Group) -> _Replica:
+        return cls(group, [name for name, _ in named], [value for _, value in named])
 
     def lines(self) -> list[str]:
         """Return each array's name, dtype and shape."""

@@ -250,7 +250,9 @@ class DistributedGradientTape:
             f"sources[{i}]" if use_generic_names else _name(source, i)
             for i, source in enumerate(variables)
         ]
-        averages = self._averager(variables, names, tf.nest.flatten(gradients), weight)
+        # Nothing is compared, since ranks may make tapes, which count, at different times.
+        found = tf.nest.flatten(gradients)
+        averages = self._averager(variables, names, found, weight, values=())
         return tf.nest.pack_sequence_as(gradients, averages)
 
     def __enter__(self) -> DistributedGradientTape:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,14 +13,13 @@ from horo_lite.adapters.object import NO_ORDER, Named
 from horo_lite.collectives.arrays import HOST, copy_of
 from horo_lite.collectives.calls import Compare, Part
 from horo_lite.errors import ranks_by, ranks_in_words
-from horo_lite.state.drift import OFF
+from horo_lite.state.drift import OFF, Run
 from horo_lite.state.hashes import Readable
 from horo_lite.training.plan import hash63
 
 if TYPE_CHECKING:
     from horo_lite.adapters import Adapter
     from horo_lite.collectives.group import Group
-    from horo_lite.transports.interface import Header
 
 
 def tensors_of(arrays: Sequence[Any]) -> Tensors:
@@ -108,7 +107,7 @@ def compare_samples(
     mine: int,
     group: Group,
     label: str,
-    run: Callable[[Compare, Part], list[Header]] | None = None,
+    run: Run | None = None,
 ) -> str | None:
     """Return a message if ranks have the same gradients, as from the same samples. Collective.
 
@@ -116,7 +115,7 @@ def compare_samples(
         mine: What `hash_of` has returned for this rank's gradients before they were averaged.
         group: The ranks.
         label: What was exchanged, the same on every rank.
-        run: Performs the comparison; by default that of the group.
+        run: Executes the comparison; by default the group's.
     """
     call = Compare(f"samples of {label}", needs_all=False)
     headers = (run or group.run)(call, Part(number=mine))

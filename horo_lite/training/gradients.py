@@ -33,6 +33,7 @@ def average_gradients(
     weight: float | None = None,
     name: str | None = None,
     group: Group | None = None,
+    parameters: Any = None,
 ) -> T:
     """Return a tree like `gradients` with the arrays averaged over all ranks.
 
@@ -56,6 +57,8 @@ def average_gradients(
         name: The exchange's name in messages; the same on every rank. With `Compression.int8` and
             `.int4`, only calls with a name have error feedback: give each model its own.
         group: The ranks that take part, all of which call it; by default all.
+        parameters: A tree of the parameters that will be updated, under the same names: the ranks
+            compare them after 10 and 100 calls and every 1,000, and rank 0 warns if they differ.
 
     Returns:
         A tree like `gradients`, of new arrays.
@@ -70,10 +73,23 @@ def average_gradients(
     names, arrays = [name for name, _ in tree.named], [leaf for _, leaf in tree.named]
     if is_traced(arrays):
         traced: T = import_module("horo_lite.jax").average_gradients(
-            gradients, op=op, compression=compression, weight=weight, name=name, group=group
+            gradients,
+            op=op,
+            compression=compression,
+            weight=weight,
+            name=name,
+            group=group,
+            parameters=parameters,
+            broadcast_later=True,
         )
         return traced
-    results = _transform(options, names, name)(names, arrays, weight)
+
+    def compared() -> list[tuple[str, Any]]:
+        tree = Tree(parameters, "gradients", opened=opened)
+        return [(name, leaf) for name, leaf in tree.named if name in names]
+
+    known = None if parameters is None else compared
+    results = _transform(options, names, name)(names, arrays, weight, compared=known)
     averages: T = tree.copied(
         result if leaf is None else from_numpy(result, leaf)
         for result, leaf in zip(results, arrays, strict=True)

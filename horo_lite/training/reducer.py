@@ -262,6 +262,8 @@ class Reducer:
         self.shared: SharedMemory | None = None  # gradients in it are reduced in place
         # By parameter, and rank, the elements that the rank needs; None: all ranks need all.
         self.division: Sequence[Sequence[tuple[int, int]]] | None = None
+        # Returns named parameters, where the adapter knows gradients only: for the record of steps.
+        self.known_parameters: Callable[[], Sequence[tuple[str, Any]]] | None = None
         self.position = ""  # the owner's description of the next exchange, the same on every rank
         self._title = title
         self.number = 0  # of the optimizer, the same on every rank; 0 before its first step
@@ -639,7 +641,8 @@ class Reducer:
             # Otherwise this rank has the averages of its share only.
             received = averages if self.division is None else []
             names = [name for name, _ in self._parameters]
-            values = self._values(range(len(names)))
+            known = self.known_parameters
+            values = drift.values_of(known()) if known else self._values(range(len(names)))
             step_record.record_for(
                 self.group,
                 self._title or f"gradients of optimizer {self.number}",

@@ -59,12 +59,13 @@ class Transform:
         compared: Callable[[], Sequence[tuple[str, Any]]] | None = None,
     ) -> list[Any]:
         if is_traced(gradients):
-            return self._inside_jit(names, gradients, weight)
+            return self._inside_jit(names, gradients, weight, compared)
         is_first = self._reducer is None or self._ranks is not self.options.ranks
         reducer = self._bound(names)
         if compared is not None and not is_first:
             self._drift.stepped(compared, reducer.group)
         reducer.weight = weight
+        reducer.known_parameters = compared
         self._adapter.like = next((g for g in gradients if g is not None), like)
         try:
             for slot, gradient in zip(self._slots, gradients, strict=True):
@@ -72,7 +73,7 @@ class Transform:
             self._notes = reducer.finish(self._note).notes
             return [slot.grad for slot in self._slots]
         finally:
-            self._adapter.like = None
+            self._adapter.like = reducer.known_parameters = None
             for slot in self._slots:
                 slot.grad = None
 
@@ -97,7 +98,11 @@ class Transform:
         return self._reducer
 
     def _inside_jit(
-        self, names: Sequence[str], gradients: Sequence[Any], weight: float | None
+        self,
+        names: Sequence[str],
+        gradients: Sequence[Any],
+        weight: float | None,
+        compared: Callable[[], Sequence[tuple[str, Any]]] | None,
     ) -> list[Any]:
         """Do the same in a function that JAX compiles; None, which all ranks have, stays None."""
         if self.options.op not in (Average, Sum):
@@ -107,12 +112,15 @@ class Transform:
         # Several gradients may have the same name.
         keys = [n if names.count(n) == 1 else f"{n} ({i})" for i, n in enumerate(names)]
         named = zip(keys, gradients, strict=True)
+        values = compared() if compared is not None else []
         averages = import_module("horo_lite.jax").average_gradients(
             {key: gradient for key, gradient in named if gradient is not None},
             op=self.options.op,
             compression=self.options.wire,
             weight=weight,
             group=None if self.options.group is None else self.options.ranks,
+            parameters={k: getattr(x, "value", x) for k, (_, x) in zip(keys, values, strict=False)},
+            broadcast_later=True,
         )
         return [averages.get(key) for key in keys]
 

@@ -181,11 +181,104 @@ for compiled in (True, False):
         alone = recorded(x, y, True, group=first)
         own = recorded(x[mine], y[mine], True, group=first)
         assert len(alone) == 3 and len(alone[0].gradients.names) == 4
+        shows = not compiled or hvd.inside_jit() == "xla"
+        assert [len(step.parameters.names) for step in together] == [4 * shows] * 3
         assert Comparison(alone, together, 1e-4).is_same
         assert Comparison(alone, own, 1e-4).finding.step == 1
     hvd.barrier()
 """,
         np,
+        way,
+    )
+
+
+PARAMETERS = """
+import os, warnings
+
+def new_params(seed):
+    return {
+        "w": jax.random.normal(jax.random.key(seed), (3, 2)),
+        "b": jnp.zeros(2, jnp.bfloat16),
+        "own": jnp.full(2, rank),  # these are not trained
+        "n": jnp.int32(rank),
+        "key": jax.random.key(rank),
+        "none": None,
+    }
+
+def train(compiled, n_steps, at=None, seed=0, by_scan=False, shown=True):
+    \"""Return rank 0's warnings; before step `at`, rank 1's parameters change.\"""
+    tx = hvd.DistributedOptimizer(optax.sgd(0.0))
+    params = new_params(seed)
+    def step(params, x):
+        gradients = jax.tree.map(lambda p: (0 * p + x.mean()).astype(p.dtype), pick(params))
+        updates, _ = tx.update(gradients, tx.init(gradients), params if shown else None)
+        return params | optax.apply_updates(pick(params), updates), None
+    if compiled:
+        step = jax.jit(step, donate_argnums=0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if by_scan:
+            params, _ = jax.lax.scan(step, params, jnp.full((n_steps, 1), rank + 1.0))
+        for i in range(0 if by_scan else n_steps):
+            if i == at and rank == 1:
+                params["w"] = params["w"].at[1, 1].add(0.5)
+            params, _ = step(params, jnp.full(1, rank + 1.0 + i))
+        jax.block_until_ready(params)
+    hvd.join()  # counting begins anew
+    return [str(one.message) for one in caught if "the replicas differ" in str(one.message)]
+
+def pick(params):
+    return {"w": params["w"], "b": params["b"]}
+
+def told(*texts):
+    return lambda found: len(found) == len(texts) * (rank == 0) and all(
+        text in one for text, one in zip(texts, found)
+    )
+"""
+
+
+@WAYS
+def test_parameters_are_compared_with_those_of_the_other_ranks(way: str) -> None:
+    """Those that update() receives: at first, from time to time, or as often as is asked for."""
+    ranks(
+        PARAMETERS
+        + f"""
+known = {way == "xla"}
+def ask(n):
+    os.environ["HORO_LITE_CHECK_EVERY"] = n
+for compiled in (True, False):
+    shows = known or not compiled
+    assert train(compiled, 11) == [] and train(compiled, 11, by_scan=True) == []
+    assert train(compiled, 10, at=3) == [] and train(compiled, 12, at=3, shown=False) == []
+    found = train(compiled, 12, at=3)
+    after = "after step 10: 1 of 2 arrays, first 'w' (float32[3, 2]). Rank 1 differs from ranks "
+    assert told(*[after] * shows)(found), found
+    found = train(compiled, 2, seed=rank)
+    assert told(*["before the exchange of gradients"] * shows)(found), found
+    ask("0")
+    assert train(compiled, 12, seed=rank) == []
+    ask("3")
+    assert train(compiled, 3, at=2) == []
+    if shows:
+        error = raised(lambda: train(compiled, 5, at=3))
+        error = hvd.cause_of(error) if compiled else error
+        assert type(error).__name__ == "DriftError" and "after step 3: 1 of 2" in str(error), error
+        hvd.join()
+    del os.environ["HORO_LITE_CHECK_EVERY"]
+
+# Not those of cases, and derivatives of a step are those without comparisons.
+tx = hvd.DistributedOptimizer(optax.sgd(1.0))
+def after(p, x):
+    gradient = {{"w": p["w"] * 0 + x * (rank + 1)}}
+    return optax.apply_updates(p, tx.update(gradient, tx.init(p), p)[0])["w"].sum()
+p, mean = {{"w": jnp.ones(4)}}, sum(range(1, size + 1)) / size
+for f in (after, jax.jit(after)):
+    assert f(p, 1.0) == 4 - 4 * mean
+    cases = jax.vmap(f, in_axes=({{"w": 0}}, None))({{"w": jnp.ones((2, 4))}}, 1.0)
+    assert (cases == 4 - 4 * mean).all()
+    assert (jax.grad(f)(p, 1.0)["w"] == 1).all()
+""",
+        3,
         way,
     )
 
@@ -217,8 +310,8 @@ alone = train(optax.sgd(0.1), params, x, y, steps=3)
 close(together, alone, rtol=1e-5, atol=1e-6)  # also with all of XLA's optimizations
 assert len(seen) == 3
 for inputs, results, copied in seen:
-    *gradients, _ = inputs  # and the weight
-    assert len(gradients) == 4 and gradients == results and copied == 0
+    gradients = inputs[:4]  # and the weight, and the parameters
+    assert len(inputs) == 9 and gradients == results and copied == 0
 _native.xla_handler(primitive._run, (0, 3))
 assert _native.xla_handler(primitive._run, (0, 4)) is None
 """,

@@ -308,3 +308,26 @@ def test_the_variable_is_set_for_the_ranks(tmp_path: Path) -> None:
     assert _read(parser, args)[1]["HORO_LITE_RECORD_STEPS"] == str(Path("x").absolute())
     with pytest.raises(SystemExit):
         main(["compare", "a", "b", "--tolerance", "0"])
+
+
+def test_parameters_are_recorded_where_only_gradients_are_exchanged(tmp_path: Path) -> None:
+    """As in frameworks whose optimizers receive gradients: the step between two is seen, too."""
+
+    def program(rate: float) -> Callable[[Group], None]:
+        def run(group: Group) -> None:
+            w = np.ones(40, np.float32)
+            for step in range(4):
+                gradient = X[step][group.rank :: group.size].mean(0)
+                average = hvd.average_gradients({"w": gradient}, group=group, parameters={"w": w})
+                w = w - np.float32(rate * (10 if step == 2 else 1)) * average["w"]
+
+        return run
+
+    a = recorded(tmp_path / "a", 1, program(0.1))
+    b = recorded(tmp_path / "b", 2, program(0.1))
+    code, told = compared(a, b)
+    assert code == 0, told
+    wrong = recorded(tmp_path / "wrong", 2, program(0.2))
+    code, told = compared(a, wrong)
+    assert code == 1
+    assert "update" in told, told

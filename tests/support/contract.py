@@ -12,7 +12,9 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any, ClassVar
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -23,10 +25,12 @@ import horo_lite
 from horo_lite.adapters import adapter_of
 from horo_lite.collectives import arrays as memory
 from horo_lite.collectives.group import Group
+from horo_lite.state import drift
 from horo_lite.state.wrapper import Sharing
 
 Arrays = dict[str, np.ndarray]
 N_STEPS = 4
+told: list[str] = []  # by warnings
 
 
 def samples(n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -271,6 +275,28 @@ class Contract:
             assert other.inner is inner
         self.step(net, opt, self.given(net, {"w": np.full(2, 1.0 + group.rank, np.float32)}))
         assert self.values(net)["w"].tolist() == [-3, -3]
+
+    def test_replicas_that_differ_are_told_though_nobody_has_asked(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        told.clear()
+        monkeypatch.setattr(drift, "warn", told.append)  # for ranks that are threads
+        self.run(self.replicas, 2)
+
+    def replicas(self, group: Group) -> None:
+        patched = mock.patch.object(drift, "warn", told.append)
+        with nullcontext() if self.threads else patched:
+            for differ in (False, True):
+                name = f"w{differ:d}"  # MLX counts by names
+                net = self.parameters({name: np.full(3, 1.0 + differ * group.rank, np.float32)})
+                opt = self.wrap(net, self.optimizer("sgd", net), group=group)
+                for step in range(11):
+                    gradient = np.full(3, float(step + group.rank), np.float32)
+                    self.step(net, opt, self.given(net, {name: gradient}))
+                horo_lite.barrier(group=group)
+                speaks = differ and (self.threads or group.rank == 0)
+                assert len(told) == speaks, told
+        assert all("the replicas differ after step 10: 1 of 1" in text for text in told)
 
     def test_arrays_in_every_call(self) -> None:
         self.run(self.calls, 3)

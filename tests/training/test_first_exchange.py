@@ -159,6 +159,30 @@ def test_gradients_without_an_optimizer_are_compared_too() -> None:
     assert "on ranks 0 and 1 (average_gradients 'discriminator')" in text
 
 
+def test_parameters_are_compared_where_only_gradients_are_given() -> None:
+    """From the second call on, since a broadcast may follow the first one."""
+
+    def averaging(n_calls: int, at: int, **options: Any) -> Callable[[Group], None]:
+        def run(group: Group) -> None:
+            parameters = {"w": np.ones((40, 3)), "none": None, "b": np.ones(3, np.float32)}
+            for call in range(n_calls):
+                w, b = gradients(group.rank + 10 * call)
+                if call == at and group.rank == 2:
+                    parameters["w"][1, 1] += 0.5
+                tree = {"w": w, "none": None, "b": b}
+                hvd.average_gradients(tree, group=group, parameters=parameters, **options)
+
+        return run
+
+    (text,) = run_and_hear(3, averaging(120, at=0))[1]
+    assert text.startswith(
+        "horo_lite: the replicas differ after step 10: 1 of 2 arrays, first 'w' (float64[40, 3]). "
+        "Rank 2 differs from ranks 0 and 1, which agree. "
+    )
+    assert run_and_hear(3, averaging(10, at=0))[1] == []
+    assert run_and_hear(3, averaging(12, at=99))[1] == []
+
+
 def test_later_steps_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
 
