@@ -35,6 +35,7 @@ from horo_lite.state.wrapper import DividedState
 from horo_lite.torch.exchange import GradientExchange
 from horo_lite.torch.shared_parameters import SharedParameters, share_parameters
 from horo_lite.torch.slots import Slot, is_sparse
+from horo_lite.torch.uncompiled import all_uncompiled
 from horo_lite.training.gradient_memory import tensors_of
 from horo_lite.training.options import Options
 from horo_lite.training.sharding import (
@@ -155,6 +156,7 @@ class _Average(NamedTuple):
     """Which elements each rank has."""
 
 
+@all_uncompiled
 class ShardedUpdate(GradientExchange):
     """Averages gradients, and updates on each rank only its share of the parameters."""
 

@@ -428,6 +428,29 @@ def test_hooks_and_closures_see_the_users_parameters_all_of_them_updated() -> No
     assert results[0][1] < results[0][0]
 
 
+def test_a_step_inside_of_a_compiled_function() -> None:
+    """On one rank: the compiler does not support several threads at once."""
+
+    def rank(group: Group, compiles: bool) -> Any:
+        net = network()
+        optimizer = wrap(torch.optim.Adam(net.parameters()), group)
+
+        def step() -> None:
+            optimizer.step()
+
+        if compiles and group.rank == 0:
+            step = torch.compile(step, backend="eager")
+        for k in range(2):
+            optimizer.zero_grad()
+            backward(net, k, group.rank)
+            step()
+        return net
+
+    plain, _ = run_threads(2, lambda group: rank(group, False))
+    for net in run_threads(2, lambda group: rank(group, True)):
+        assert same(list(net.parameters()), list(plain.parameters()))
+
+
 def test_autograd_knows_that_every_parameter_has_changed() -> None:
     def rank(group: Group) -> None:
         net, optimizer = trained(group, KINDS["Adam"])
