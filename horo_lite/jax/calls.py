@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeVar
 
@@ -156,11 +156,10 @@ class Allreduce(Call):
 
     def eagerly(self, xs: Sequence[Array]) -> list[Array]:
         arrays, options, parameters = self._given(xs)
-        with self._compared(arrays, parameters, self.name or ""):
-            group = self.ranks()
-            averages = ops.grouped_allreduce(
-                arrays, self.op, name=self.name, **options, group=group
-            )
+        group = self.ranks()
+        mine = self._hash_if_first(arrays)
+        averages = ops.grouped_allreduce(arrays, self.op, name=self.name, **options, group=group)
+        self._compare(mine, parameters, self.name or "")
         self._record(averages, parameters)
         return averages
 
@@ -177,41 +176,50 @@ class Allreduce(Call):
             return group.synchronize(group.submit(call, part), beside=True)
 
         arrays, _, parameters = self._given(xs)
-        with self._compared(arrays, parameters, name, run):
-            result = super().execute(xs, name)
+        mine = self._hash_if_first(arrays)
+        result = super().execute(xs, name)
+        self._compare(mine, parameters, name, run)
         self._record(arrays, parameters)
         return result
 
-    @contextmanager
-    def _compared(
+    def _hash_if_first(self, gradients: Sequence[Array]) -> int | None:
+        """Return their hash, before the first exchange of gradients with these names."""
+        known = self._exchanges()
+        is_first = known is not None and known.is_first and check_every() != 0
+        return hash_of(gradients, self.ranks()) if is_first else None
+
+    def _compare(
         self,
-        gradients: Sequence[Array],
+        mine: int | None,
         parameters: Sequence[tuple[str, Array]],
         label: str,
         run: Run | None = None,
-    ) -> Iterator[None]:
-        """Compare what should be the same on all ranks, and what should not, around an exchange.
+    ) -> None:
+        """Compare what should be the same on all ranks, and that hash, which should not.
 
-        After it, the ranks know that the gradients' names are alike.
+        After the exchange, by which the ranks know that the gradients' names are alike.
         """
-        group = self.ranks()
-        known = _Exchanges.of(group, self) if self.of_gradients and group.size > 1 else None
-        is_first = known is not None and known.is_first and check_every() != 0
-        mine = hash_of(gradients, group) if is_first else 0
-        yield
+        known, group = self._exchanges(), self.ranks()
         if known is None:
             return
         texts = []
-        if is_first:
+        if mine is not None:
             texts.append(compare_samples(mine, group, label, run))
-        if parameters and not known.is_first:
+            if parameters and not self.broadcast_later:
+                texts.append(differences(parameters, group, label, run=run))
+        elif parameters and not known.is_first:
             known.drift.stepped(lambda: parameters, group, run)
-        elif is_first and parameters and not self.broadcast_later:
-            texts.append(differences(parameters, group, label, run=run))
         known.is_first = False
         for text in texts if group.rank == 0 else ():
             if text is not None:
                 warn(text)
+
+    def _exchanges(self) -> _Exchanges | None:
+        """Return what is known of those of gradients with these names, if ranks are compared."""
+        group = self.ranks()
+        if not self.of_gradients or group.size == 1:
+            return None
+        return _AllExchanges.of(group).of_names[self.names]
 
     def _record(self, averages: Sequence[Array], parameters: Sequence[tuple[str, Array]]) -> None:
         """Record the step, if that is wanted."""
@@ -255,27 +263,23 @@ class Allreduce(Call):
 
 
 class _Exchanges:
-    """What is known of the exchanges of gradients with some names, the same on all ranks."""
+    """The exchanges of gradients with some names, as far as all ranks have made them."""
 
     def __init__(self) -> None:
-        self.is_first = True
+        self.is_first = True  # the next one
         self.drift = DriftCheck(check_every(), "raise")
-
-    @classmethod
-    def of(cls, group: Group, call: Allreduce) -> _Exchanges:
-        return _AllExchanges.of(group).known.setdefault(call.names, cls())
 
 
 class _AllExchanges:
     """Those of a group."""
 
     def __init__(self, group: Group) -> None:
-        self.known: dict[tuple[str, ...], _Exchanges] = {}
+        self.of_names: dict[tuple[str, ...], _Exchanges] = defaultdict(_Exchanges)
         group.counting.add(self)
 
     def reset_counts(self) -> None:
         """Begin anew: all ranks have joined, after different calls."""
-        self.known.clear()
+        self.of_names.clear()
 
     @classmethod
     def of(cls, group: Group) -> _AllExchanges:

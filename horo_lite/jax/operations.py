@@ -245,7 +245,7 @@ def _reduced(
         and now != isinstance(x, jax.core.Tracer)
     }
     xs += compared.values()
-    call = replace(call, parameters=tuple(compared))
+    call = replace(call, parameters=tuple(name or "parameters" for name in compared))
     return rebuilt(bind(call, xs))
 
 
