@@ -1,8 +1,10 @@
-"""Spares a job's ranks the import of torch._dynamo, which nearly doubles that of PyTorch.
+"""Spares a job's ranks parts of PyTorch, which take more than half of the time of importing it.
 
 Python runs this file as it starts, if this folder is on PYTHONPATH. Every optimizer of PyTorch
-imports the compiler (and with it SymPy: 1.7 s of CPU) only to mark functions that it must not
-compile. It is executed only if something else of it is used.
+imports the compiler, torch._dynamo (and with it SymPy: 1.7 s of CPU), only to mark functions that
+it must not compile. PyTorch itself imports what compilers and exports trace with (a quarter of the
+rest) and distributions, which no rank uses. The compiler is executed only if something else of it
+is used, and the others if one of them is, together.
 
 The garbage collector leaves alone what a framework's import creates, which stays until the process
 ends: looking through it, again and again, takes a third of the time of PyTorch's import and end.
@@ -25,6 +27,13 @@ from types import ModuleType
 from typing import Any
 
 COMPILER = "torch._dynamo"
+POSTPONED = [  # in PyTorch's own order, until they are executed
+    "torch.distributions",
+    "torch.export",
+    "torch.distributed._meta_registrations",
+    "torch._meta_registrations",
+    COMPILER,
+]
 LARGE = ("jax", "keras", "numpy", "torch")
 WITHOUT = os.environ.get("HORO_LITE_TEST_WITHOUT", "").split()
 
@@ -51,47 +60,51 @@ def execute_uncollected(loader: Loader, module: ModuleType) -> None:
 
 
 class Postponed(ModuleType):
-    """The compiler as long as nobody uses more of it than the functions above."""
+    """One of these modules as long as nobody uses more of it than the functions above."""
 
     def __getattr__(self, name: str) -> Any:
         """Execute the module. `inspect` asks every module for special attributes."""
         if name.startswith("__"):
             raise AttributeError(name)
-        self.execute()
+        execute_postponed(self.__name__)
         return getattr(self, name)
 
-    def execute(self) -> None:
-        """Become what the module is without this file."""
-        sys.meta_path.remove(finder)
-        self.__class__ = ModuleType  # type: ignore[assignment]
-        importlib.reload(self)
+
+def execute_postponed(name: str) -> None:
+    """Let postponed modules be what they are without this file: all, or all but the compiler."""
+    names = [each for each in POSTPONED if each != COMPILER or name == COMPILER]
+    POSTPONED[:] = [each for each in POSTPONED if each not in names]
+    for module in [sys.modules[each] for each in names if each in sys.modules]:
+        module.__class__ = ModuleType
+        importlib.reload(module)
 
 
 class Finder(MetaPathFinder, Loader):
-    """Postpones the compiler's execution to the first import of a module inside it, or longer."""
+    """Postpones the execution of modules to the first import of one inside them, or longer."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find the compiler, or a module inside it, which is imported at once."""
+        """Find a postponed module, or one inside it, which is imported at once."""
         if fullname in WITHOUT:
             raise ModuleNotFoundError(f"No module named {fullname!r}", name=fullname)
-        if fullname == COMPILER and (spec := PathFinder.find_spec(fullname, path, target)):
+        if fullname in POSTPONED and (spec := PathFinder.find_spec(fullname, path, target)):
             spec.loader = self
             return spec
         if fullname in LARGE and (spec := PathFinder.find_spec(fullname, path, target)):
             assert spec.loader
             spec.loader.exec_module = partial(execute_uncollected, spec.loader)  # type: ignore[method-assign]
             return spec
-        if fullname.startswith(COMPILER + "."):
-            sys.modules[COMPILER].execute()
+        if (package := fullname.rpartition(".")[0]) in POSTPONED:
+            execute_postponed(package)
             return ModuleSpec(fullname, Imported(importlib.import_module(fullname)))
         return None
 
     def exec_module(self, module: ModuleType) -> None:
         """Do not execute it yet."""
         module.__class__ = Postponed
-        module.__dict__.update(disable=disable, graph_break=graph_break)
+        if module.__name__ == COMPILER:
+            module.__dict__.update(disable=disable, graph_break=graph_break)
 
 
 class Imported(Loader):
