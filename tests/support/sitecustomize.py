@@ -105,6 +105,11 @@ class Finder(MetaPathFinder, Loader):
         module.__class__ = Postponed
         if module.__name__ == COMPILER:
             module.__dict__.update(disable=disable, graph_break=graph_break)
+        elif module.__name__ == "torch._meta_registrations":
+            from torch import _C, _opaque_base
+
+            # Without it, PyTorch refuses to create a generator. torch._prims does the same.
+            _C._set_generator_metaclass(_opaque_base.OpaqueBaseMeta)
 
 
 class Imported(Loader):
