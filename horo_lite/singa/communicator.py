@@ -8,7 +8,6 @@ import socket
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from horo_lite.adapters.singa import array_of, write
@@ -132,22 +131,18 @@ class Communicator:
 
     def _sparse(self, call: str, ts: list[Raw], *rest: Any) -> None:
         *accumulation, spars, top_k = rest
-        arrays = [array_of(t) for t in ts]
-        left_over = array_of(accumulation[0]).reshape(-1) if accumulation else None
-        total = sparse_sum(
+        arrays, left_over = [array_of(t) for t in ts], [array_of(t) for t in accumulation]
+        sparse_sum(
             self.group,
-            np.concatenate([array.reshape(-1) for array in arrays]),
+            arrays,
             left_over,
+            names=[f"tensor {i}:" for i in range(len(ts))],
             spars=spars,
             top_k=top_k,
             label=self.label(call),
-            what="\n".join(f"tensor {i}: {list(array.shape)}" for i, array in enumerate(arrays)),
         )
-        ends = np.cumsum([array.size for array in arrays])
-        for t, array, part in zip(ts, arrays, np.split(total, ends[:-1]), strict=True):
-            write(t, part.reshape(array.shape))
-        if accumulation and left_over is not None:
-            write(accumulation[0], left_over)
+        for t, array in zip([*ts, *accumulation], [*arrays, *left_over], strict=True):
+            write(t, array)
 
     def label(self, call: str) -> str:
         """Return a label for this call, numbered in the same way on every rank."""

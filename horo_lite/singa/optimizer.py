@@ -168,25 +168,17 @@ class DistributedOptimizer:
         for k, part in enumerate(_parts(_backward(loss), threshold), 1):
             gradients = [self._gradient_of(p).receive(g) for p, g in part]
             arrays = [gradient.array for gradient in gradients]
-            left_over = np.concatenate([each.not_sent() for each in gradients]) if corr else None
-            total = sparse_sum(
+            sparse_sum(
                 self._group,
-                np.concatenate([array.reshape(-1) for array in arrays]),
-                left_over,
+                arrays,
+                [gradient.not_sent() for gradient in gradients] if corr else [],
+                names=[f"corr {corr}, gradient {gradient.name!r}" for gradient in gradients],
                 spars=spars,
                 top_k=topK,
                 label=self.communicator.label(f"part {k} of the gradients"),
-                what="\n".join(
-                    f"corr {corr}, gradient {each.name!r} {list(array.shape)}"
-                    for each, array in zip(gradients, arrays, strict=True)
-                ),
             )
-            ends = np.cumsum([array.size for array in arrays])[:-1]
-            for array, sums in zip(arrays, np.split(total, ends), strict=True):
-                array.reshape(-1)[...] = sums / self.world_size
-            if left_over is not None:
-                for gradient, rest in zip(gradients, np.split(left_over, ends), strict=True):
-                    gradient.left_over = rest
+            for array in arrays:
+                array /= self.world_size
         self._step()
 
     def update(self, param: Tensor, grad: Tensor) -> None:
@@ -324,7 +316,7 @@ class _Gradient:
     def not_sent(self) -> NDArray[Any]:
         """Return the part of the gradients that sparse updates have not sent so far."""
         if self.left_over is None:
-            return np.zeros(int(self.parameter.size()), np.float32)
+            self.left_over = np.zeros(int(self.parameter.size()), np.float32)
         return self.left_over
 
     def averaged(self) -> Tensor:
