@@ -197,7 +197,8 @@ STAND_INS := $(foreach name,$(KNOWN_FRAMEWORKS),$(if $(shell grep -v '^\#' tests
 UNTESTABLE := $(if $(PYTHON310),,nnabla)
 # Python code that needs nothing, or only what $(VENV) has: PyTorch's own tests, if it is the same PyTorch.
 BESIDE := autograd tinygrad $(if $(filter $(TORCH),$(shell cat tests/frameworks/c10d.txt)),c10d)
-ready_of = $(if $(filter $1,$(STAND_INS)),$(VENV)/.test,$(if $(filter $1,$(BESIDE)),$(VENV)/.$1,.venv-$1/.ready))
+# Keras needs the JAX of .venv-jax, and a PyTorch: one environment less.
+ready_of = $(if $(filter $1,$(STAND_INS)),$(VENV)/.test,$(if $(filter $1,$(BESIDE)),$(VENV)/.$1,$(if $(filter $1,keras),.venv-jax/.keras,.venv-$1/.ready)))
 
 TESTABLE := $(filter-out $(UNTESTABLE),$(KNOWN_FRAMEWORKS))
 
@@ -215,6 +216,8 @@ $(addprefix framework-,$(TESTABLE)): framework-%:
 	@$(MAKE) -s --no-print-directory $(call ready_of,$*)
 	@echo "==> tests with $*"
 	@$(dir $(call ready_of,$*))bin/python -m pytest tests/frameworks/test_$*.py $(ALSO_$*) $(ARGS)
+
+framework-jax framework-keras: | .venv-jax/.ready
 
 $(addprefix framework-,$(filter-out $(KNOWN_FRAMEWORKS),$(FRAMEWORKS))):
 	@echo "unknown framework $(@:framework-%=%); known are $(KNOWN_FRAMEWORKS)" && exit 2
@@ -259,8 +262,7 @@ check: $(VENV)/.test horo_lite/_native.pyi docs ## check lint, format, types, la
 	@$(PY) -m ruff check --quiet --output-format concise $(PYTHON_FILES)
 	@$(PY) -m ruff format --quiet --check $(PYTHON_FILES) || \
 	  { echo "not formatted: run make fix"; exit 1; }
-	@$(PY) -m mypy --no-error-summary
-	@$(if $(wildcard .venv-jax/.ready),$(PY) -m mypy --no-error-summary --python-executable .venv-jax/bin/python)
+	@$(PY) -m mypy --no-error-summary $(and $(wildcard .venv-jax/.keras),--python-executable .venv-jax/bin/python)
 	@found=$$($(VENV)/bin/lint-imports --no-cache) || { echo "$$found"; exit 1; }
 	@$(if $(CORE_CXX),$(VENV)/bin/clang-format --dry-run -Werror $(CORE_CXX))
 	@echo "check: passed"
@@ -399,6 +401,10 @@ BUILD_nnabla = $(if $(findstring -310-,$(SUFFIX)),,HORO_LITE_CUDA=0 HORO_LITE_QU
 .venv-%/.ready: .venv-%/.framework pyproject.toml | $(VENV)/.built
 	@nanobind_DIR=$$($(PY) -m nanobind --cmake_dir) $(BUILD_$*) $(ONE_AT_A_TIME) $(call PIP_INTO,.venv-$*) $(EDITABLE) \
 	  '.[$(MPI)test-frameworks]' -r tests/frameworks/$*.txt
+	@touch $@
+
+.venv-jax/.keras: tests/frameworks/keras.txt | .venv-jax/.ready
+	@$(call PIP_INTO,.venv-jax) -r $<
 	@touch $@
 
 .venv-clusters/.ready: tests/clusters/requirements.txt pyproject.toml | $(CORE)
