@@ -25,6 +25,9 @@ def uncompiled(function: F) -> F:
     if _can_skip:
         skip = _dynamo._FrameAction.SKIP
         both = _dynamo._FrameExecStrategy(skip, skip)  # this function, and what it calls
+        # All functions with a decorator such as contextmanager share its code, PyTorch's own, too.
+        while marked.__globals__["__name__"].partition(".")[0] != __name__.partition(".")[0]:
+            marked = marked.__wrapped__
         _dynamo.set_code_exec_strategy(marked.__code__, both)
     return function
 
