@@ -123,7 +123,8 @@ def average_gradients(
         parameters: A pytree with the parameters that will be updated, under the same names: the
             ranks compare them in the first call, after 10 and 100 calls and every 1,000, and rank 0
             warns if they differ.
-        broadcast_later: Whether they may differ in the first call.
+        broadcast_later: Whether they are not compared in the first call, since they are broadcast
+            after it, as by Horovod's callbacks.
 
     Raises:
         MismatchError: The ranks' trees differ; it names the first leaf that does.
