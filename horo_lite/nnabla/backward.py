@@ -80,7 +80,7 @@ def overlap(solver: Any, weight: float | None = None) -> Callable[[Function], No
     all gradients fit into one bucket, backward() runs as without the hook. `weight` is that of
     `update()`, which must then be called without it.
     """
-    if type(solver) is not DistributedOptimizer:
+    if not issubclass(type(solver), DistributedOptimizer):
         raise TypeError(f"overlap() takes a DistributedOptimizer, not {type(solver).__name__}")
     own = solver._own
     if not own.streams:

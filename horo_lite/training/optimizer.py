@@ -22,7 +22,7 @@ from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.reductions import Average, Op
 from horo_lite.context import on_renewed
 from horo_lite.state.drift import DriftCheck
-from horo_lite.state.wrapper import Wrapper
+from horo_lite.state.wrapper import Wrapper, wrapped
 from horo_lite.training.hyperparameters import hyperparameters_of
 from horo_lite.training.options import Options, averaging
 from horo_lite.training.reducer import Reducer
@@ -143,7 +143,7 @@ class DistributedOptimizer(Wrapper):
         check_finite: str | None = None,
         shard_state: bool | str = False,
     ) -> None:
-        if type(optimizer) is DistributedOptimizer:
+        if wrapped(optimizer) is not None:
             raise TypeError("this optimizer is already a DistributedOptimizer: wrap it only once")
         # A list or dict may be changed later: its current contents are used at each step.
         is_kept = parameters is None or isinstance(parameters, (list, tuple, Mapping))
@@ -327,18 +327,18 @@ class DistributedOptimizer(Wrapper):
     # Copies wrap copies of the inner optimizer and belong to the same ranks.
 
     def __reduce__(self) -> Any:
-        return _rebuilt, (self._own,)
+        return _rebuilt, (type(self), self._own)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.__reduce__()
 
     def __copy__(self) -> DistributedOptimizer:
-        return _rebuilt(self._own.copied(inner=copy.copy(self._own.inner)))
+        return _rebuilt(type(self), self._own.copied(inner=copy.copy(self._own.inner)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedOptimizer:
         own = self._own
         parts = {name: getattr(own, name) for name in ("inner", "parameters", "named_parameters")}
-        return _rebuilt(own.copied(**copy.deepcopy(parts, memo)))
+        return _rebuilt(type(self), own.copied(**copy.deepcopy(parts, memo)))
 
 
 # For help() and editors, which would otherwise show that of __new__; without `self`.
@@ -568,8 +568,8 @@ def _follow_world() -> None:
 on_renewed(_follow_world)
 
 
-def _rebuilt(own: _Own) -> DistributedOptimizer:
-    optimizer = object.__new__(DistributedOptimizer)
+def _rebuilt(cls: type[DistributedOptimizer], own: _Own) -> DistributedOptimizer:
+    optimizer = object.__new__(cls)
     object.__setattr__(optimizer, "_own", own)
     return optimizer
 

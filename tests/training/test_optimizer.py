@@ -411,12 +411,20 @@ def test_a_group_of_parameters_added_later() -> None:
     run_threads(2, rank)
 
 
+class Derived(DistributedOptimizer):
+    pass
+
+
 def test_errors_at_construction() -> None:
     def rank(group: Group) -> None:
         net = network()
         optimizer = DistributedOptimizer(Momentum(net), group=group)
         with pytest.raises(TypeError, match="wrap it only once"):
             DistributedOptimizer(optimizer, group=group)
+        derived = copy.copy(Derived(Momentum(net), group=group))
+        assert type(derived) is Derived
+        with pytest.raises(TypeError, match="wrap it only once"):
+            DistributedOptimizer(derived, group=group)
         with pytest.raises(TypeError, match=r"has no step\(\) or update\(\).*register_adapter"):
             DistributedOptimizer(object(), group=group)
         with pytest.raises(TypeError, match="is not an optimizer"):
