@@ -10,7 +10,7 @@ import nnabla_ext.cpu
 from nnabla.ext_utils import get_extension_context as context_of
 
 from horo_lite.errors import say
-from horo_lite.start import launcher
+from horo_lite.start.rendezvous_spec import expected_place
 
 _told: list[str] = []
 
@@ -22,8 +22,7 @@ def get_extension_context(ext_name: str, **options: Any) -> Any:
     """
     if ext_name not in ("cuda", "cudnn", "cuda.cudnn") or find_spec("nnabla_ext.cuda") is not None:
         return context_of(ext_name, **options)
-    launch = launcher.detect(os.environ)
-    if not _told and (launch is None or not launch.rank):
+    if not _told and expected_place(os.environ)[0] == 0:
         _told.append(ext_name)
         say(
             f"NNabla's extension {ext_name!r} (nnabla-ext-cuda) is not installed: this script "

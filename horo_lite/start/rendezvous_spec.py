@@ -102,6 +102,22 @@ def rendezvous_spec(settings: Settings, environ: Mapping[str, str]) -> Rendezvou
     return RendezvousSpec(rank, size, name, number, ours, attempt, one_host)
 
 
+def expected_place(environ: Mapping[str, str]) -> tuple[int, int]:
+    """Return the rank and the size that this process has in a job, without `init()`.
+
+    (0, 1) if the environment does not say so. HOROVOD_RANK is set by `horovodrun` without MPI.
+    """
+    with suppress(ValueError, LauncherError):
+        spec = rendezvous_spec(Settings.read({}, environ), environ)
+        if spec is not None:
+            return spec.rank, spec.size
+    launch = detect(environ)
+    if launch is not None:
+        return launch.rank or 0, launch.size or 1
+    rank, size = environ.get("HOROVOD_RANK", ""), environ.get("HOROVOD_SIZE", "")
+    return (int(rank), int(size)) if rank.isdigit() and size.isdigit() else (0, 1)
+
+
 def is_one_host(address: str, size: int, environ: Mapping[str, str]) -> bool:
     """Return whether all ranks must be on this host, whatever the entries of the store claim.
 

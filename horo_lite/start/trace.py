@@ -10,7 +10,7 @@ from typing import Any
 from horo_lite import context
 from horo_lite.adapters import adapter_of
 from horo_lite.recording import timeline
-from horo_lite.start import launcher
+from horo_lite.start.rendezvous_spec import expected_place
 from horo_lite.training import step_record
 
 
@@ -75,8 +75,7 @@ def record_step(
     if context.is_initialized():
         rank, size = context.rank(), context.size()
     else:
-        launch = launcher.detect(os.environ)
-        rank, size = ((launch.rank or 0), (launch.size or 1)) if launch else (0, 1)
+        rank, size = expected_place(os.environ)
     if rank != 0:
         return
     found = list(named_parameters or adapter_of(optimizer).parameters(optimizer))

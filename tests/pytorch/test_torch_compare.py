@@ -167,8 +167,17 @@ def test_record_step_takes_what_has_parameters(
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
     hvd.record_step(net)
+    monkeypatch.delenv("OMPI_COMM_WORLD_SIZE")
+    master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
+    for variables in (
+        {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2"},
+        {"RANK": "1", "WORLD_SIZE": "2", **master},
+    ):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        hvd.record_step(net)
     assert not (tmp_path / "file").exists()
-    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    monkeypatch.setenv("RANK", "0")
     for of in (net, torch.optim.SGD(net.parameters(), 0.1)):
         hvd.record_step(of)
     first, *steps = map(json.loads, (tmp_path / "file").read_text().splitlines())
