@@ -22,8 +22,9 @@ from horo_lite.context import (
 )
 from horo_lite.errors import DeviceError
 from horo_lite.horovod.process_sets import ProcessSet, add_process_set
-from horo_lite.settings import seconds
+from horo_lite.settings import Settings, seconds
 from horo_lite.start import launcher, mpi
+from horo_lite.start.rendezvous_spec import rendezvous_spec
 from horo_lite.start.session import init as _init
 from horo_lite.start.session import shutdown, started_by_mpi
 from horo_lite.transports.nccl_library import nccl_candidates
@@ -100,7 +101,7 @@ def init(
         ValueError: `process_sets`, a list of ranks or one of Horovod's variables is invalid.
     """
     if comm is not None and not hasattr(comm, "Get_group"):
-        comm = _communicator(list(comm))
+        comm = _communicator(list(comm), rank=rank, size=size, address=address)
     if isinstance(process_sets, str):
         if process_sets != "dynamic":
             raise ValueError(
@@ -150,16 +151,19 @@ def _adopt_stall_limits() -> None:
             os.environ.setdefault(ours, str(seconds(variable, value)))
 
 
-def _communicator(ranks: list[int]) -> Any:
-    """Return a communicator over those ranks; None if they are all ranks."""
-    launch = launcher.detect(os.environ)
-    by_mpi = launch is not None and launch.name != launcher.TORCHRUN
-    if not by_mpi and os.environ.get("WORLD_SIZE", "1") != "1":
+def _communicator(ranks: list[int], **place: int | str | None) -> Any:
+    """Return a communicator over those ranks; None if they are all ranks.
+
+    `place` is the rank, the size and the address that `init()` was given.
+    """
+    spec = rendezvous_spec(Settings.read(place, os.environ), os.environ)
+    if spec is not None and spec.size > 1:
         raise ValueError(
             f"comm is the list of ranks {ranks}, but MPI did not start this job: call init() on "
             "every rank, and make a process set of those"
         )
-    if launch is None or launch.size == 1:
+    launch = launcher.detect(os.environ)
+    if spec is not None or launch is None or launch.size == 1:
         if ranks != [0]:
             raise ValueError(f"comm is the list of ranks {ranks}, but there is only one process")
         return None

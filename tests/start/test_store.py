@@ -22,6 +22,7 @@ from without_mpi import ended, free_port, started
 from worlds import on_ranks
 
 import horo_lite as hvd
+from horo_lite.horovod.world import init as init_as_horovod
 from horo_lite.settings import Settings
 from horo_lite.start import rendezvous
 from horo_lite.start.mpi import failing_together
@@ -892,6 +893,19 @@ def test_who_says_which_rank_this_is(
     with pytest.raises((ValueError, hvd.LauncherError)) as raised:
         rendezvous_spec(Settings.read(given, {}), environ)
     assert expected in str(raised.value)
+
+
+@pytest.mark.parametrize("variables", [True, False])
+def test_ranks_that_mpi_did_not_start_cannot_be_chosen(
+    variables: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place: dict[str, Any] = {"rank": 0, "size": 2, "address": "127.0.0.1:9"}
+    if variables:
+        for name, value in place.items():
+            monkeypatch.setenv("HORO_LITE_" + name.upper(), str(value))
+    for ranks in ([0], [0, 1]):
+        with pytest.raises(ValueError, match="MPI did not start this job"):
+            init_as_horovod(ranks, **({} if variables else place), start_timeout_s=1)
 
 
 @pytest.mark.launches
