@@ -5,6 +5,7 @@ They can give themselves any bytes as a name and an environment, which need not 
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -13,8 +14,8 @@ def lives(pid: int) -> bool:
     """Return whether process `pid` of this PID namespace is still running."""
     try:
         return state_and_parent(pid)[0] not in "ZX"
-    except OSError:
-        return False
+    except OSError as error:  # others, such as too many open files here, do not show an end
+        return error.errno not in (errno.ENOENT, errno.ESRCH)
 
 
 def state_and_parent(pid: int) -> tuple[str, int]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from horo_lite.context import world
 from horo_lite.errors import PeerLostError, StallError
+from horo_lite.processes import lives
 from horo_lite.start import mpi
 from horo_lite.transports.mpi.start_barrier import StartBarrier
 
@@ -55,8 +56,8 @@ def _check_missing(error: BaseException | None, gone: set[object]) -> set[object
     """Return the ranks that are gone; raise PeerLostError if some of them already were `gone`.
 
     This prevents waiting forever: ranks that a StallError reports are killed, so that MPI detects
-    it. MPI may never detect that others have ended: on this host, their processes no longer exist;
-    on other hosts, they have announced their end.
+    it. MPI may never detect that others have ended: on this host, their processes no longer run; on
+    other hosts, they have announced their end.
     """
     now: set[object] = set(StartBarrier.ended())
     if error is not None:
@@ -67,7 +68,7 @@ def _check_missing(error: BaseException | None, gone: set[object]) -> set[object
                     os.kill(pid, signal.SIGKILL)
         else:
             pids = transport.members.peer_pids(silent=False)
-            now.update(pid for pid in pids if not os.path.exists(f"/proc/{pid}"))
+            now.update(pid for pid in pids if not lives(pid))
     if now & gone:
         names = sorted(str(one) for one in now if isinstance(one, str))
         cause = error or f"{', '.join(names)}, as numbered at the start of the job, ended it"

@@ -13,11 +13,11 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, NoReturn
 
 from horo_lite.elastic.consensus import consensus
 from horo_lite.errors import say
+from horo_lite.processes import lives
 from horo_lite.start import mpi
 from horo_lite.transports.peers import host_key
 
@@ -167,7 +167,7 @@ class _Watch:
     def __init__(self) -> None:
         pid, _, host = os.environ.pop(_VARIABLE).partition("@")  # from now on a rank like others
         # If the starter is on another host, only the time limit applies.
-        self._starter = Path("/proc", pid if host == _host() else "self")
+        self._starter = int(pid) if host == _host() else os.getpid()
         self._over = False
         self.resume()
         threading.Thread(target=self._check, name="horo_lite watch", daemon=True).start()
@@ -184,7 +184,7 @@ class _Watch:
 
     def _check(self) -> None:
         while not self._over:
-            if time.monotonic() > self._until or not self._starter.exists():
+            if time.monotonic() > self._until or not lives(self._starter):
                 _leave()
             time.sleep(0.05)
 

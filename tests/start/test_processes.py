@@ -1,0 +1,56 @@
+"""Whether another process still runs, and who asks."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+
+from horo_lite.elastic import consensus
+from horo_lite.errors import PeerLostError
+from horo_lite.processes import lives
+
+
+@pytest.fixture
+def ended():
+    """A process that has ended, and whose status its parent has not read."""
+    process = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    yield process
+    process.wait()
+
+
+@pytest.mark.launches
+@pytest.mark.quick
+def test_who_has_ended(ended: subprocess.Popen[bytes]) -> None:
+    assert lives(os.getpid())
+    assert not lives(ended.pid)
+    ended.wait()
+    assert not lives(ended.pid)
+
+
+def test_lack_of_descriptors_is_nobodys_end() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        alive = lives(os.getpid())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert alive
+
+
+@pytest.mark.launches
+@pytest.mark.quick
+def test_a_rank_whose_parent_has_not_noticed_its_end_is_missing(
+    ended: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    members = SimpleNamespace(peer_pids=lambda silent: [ended.pid, os.getpid()])
+    world = SimpleNamespace(group=SimpleNamespace(transport=SimpleNamespace(members=members)))
+    monkeypatch.setattr(consensus, "world", lambda: world)
+    gone = consensus._check_missing(PeerLostError("rank 1 died"), set())
+    assert gone == {ended.pid}
+    with pytest.raises(PeerLostError, match="with their own status"):
+        consensus._check_missing(PeerLostError("rank 1 died"), gone)
