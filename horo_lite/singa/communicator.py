@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,6 +14,7 @@ from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.group import Group
 from horo_lite.collectives.reductions import Sum
 from horo_lite.context import World, is_initialized, local_rank, world
+from horo_lite.launch.tasks import free_port
 from horo_lite.ops import ranks_of
 from horo_lite.singa.sparse import sparse_sum
 from horo_lite.start import launcher
@@ -28,9 +28,7 @@ class NcclIdHolder:
     """The address, a port on this host, for ranks that a program starts with `multiprocessing`."""
 
     def __init__(self) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.address = f"127.0.0.1:{free.getsockname()[1]}"
+        self.address = f"127.0.0.1:{free_port()}"
 
 
 class Communicator:
