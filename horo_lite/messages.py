@@ -218,8 +218,7 @@ class Messages:
             raise TypeError(f"a message is received into an array, not into a {type(x).__name__}")
         self._note_thread()
         memory = Memory([_of_host(x)])
-        if memory.tensors.layout:
-            memory.use_c_order()
+        memory.use_c_order()
         whom = "any rank" if src is None else f"rank {src}"
         name = f"recv from {whom} (tag {tag})"
         message = _Receiving(name, self, src, (channel, tag), x, memory)

@@ -61,6 +61,7 @@ void bind_tensors(nb::module_& m) {
       .def_prop_ro("signature", &Tensors::signature)
       .def_prop_ro("dtypes", &Tensors::dtypes)
       .def_prop_ro("layout", &Tensors::layout)
+      .def_prop_ro("reordered", &Tensors::reordered)
       .def_prop_ro("strided", &Tensors::strided)
       .def_prop_ro("addresses", &Tensors::addresses)
       .def(

@@ -202,6 +202,14 @@ uint64_t TensorList::layout() const {
   return digest_of(hash);
 }
 
+std::vector<size_t> TensorList::reordered() const {
+  std::vector<size_t> indices;
+  for (size_t i = 0; i < shapes_.size(); ++i) {
+    if (shapes_[i].order != 0) indices.push_back(i);
+  }
+  return indices;
+}
+
 std::vector<size_t> TensorList::strided() const {
   std::vector<size_t> indices;
   for (size_t i = 0; i < shapes_.size(); ++i) {

@@ -65,6 +65,8 @@ class TensorList {
   // A bit for each dtype among them, and the highest for any other type.
   uint64_t dtypes() const;
   uint64_t layout() const;
+  // The indices of those that are in another order than C's.
+  std::vector<size_t> reordered() const;
   std::vector<size_t> strided() const;
   std::vector<uintptr_t> addresses() const;
   // All pairs that share elements, in order. With `other`, a pair's first is of this list and its second of `other`.

@@ -130,9 +130,10 @@ class Memory:
         return rows
 
     def use_c_order(self) -> None:
-        """Use C order, because the ranks' memory orders differ."""
-        self.fill()
-        self._copy([i for i, x in enumerate(self.arrays) if not view(x).flags.c_contiguous])
+        """Use C order: the ranks' memory orders differ, or rows must be consecutive in memory."""
+        if reordered := self.tensors.reordered:
+            self.fill()
+            self._copy(reordered)
 
     def _copy(self, indices: Sequence[int]) -> None:
         global bytes_copied
@@ -150,8 +151,7 @@ class Memory:
 
         In C order: the arrays of another step, or rank, may be in another order.
         """
-        if self.tensors.layout:
-            self.use_c_order()
+        self.use_c_order()
         self._residuals = _native.Tensors(residuals)
         self.tensors.keep_residuals(self._residuals)
 
@@ -264,11 +264,6 @@ class GpuMemory(Memory):
         rows._xs = [x]
         rows.use_c_order()
         return rows
-
-    def use_c_order(self) -> None:
-        if self.tensors.layout:
-            orders = [_native.Tensors([x], stream=self._at_sight).layout for x in self.arrays]
-            self._copy([i for i, order in enumerate(orders) if order])
 
     def _copy(self, indices: Sequence[int]) -> None:
         global bytes_copied

@@ -348,8 +348,7 @@ class AllGatherInPlace(Call[None]):
 
     def move(self, part: Part, transport: Transport, headers: Sequence[Header]) -> Finish[None]:
         memory, owners = part.memory, self.owners
-        if memory.tensors.layout:
-            memory.use_c_order()  # rows are
+        memory.use_c_order()
         memory.begin()
         n_rows = [memory.tensors.shape(i)[0] for i in range(len(owners))]
         parts = [

@@ -366,7 +366,7 @@ class Exchange(AllReduce):
     kind = "exchange"
 
     def prepare(self, part: Part) -> None:
-        if self.division and part.memory.tensors.layout:
+        if self.division:
             part.memory.use_c_order()
         super().prepare(part)
 
@@ -403,8 +403,7 @@ class ReduceScatter(AllReduce):
             raise ValueError("reducescatter takes op=Average, Sum, Min, Max or Product, not Adasum")
 
     def prepare(self, part: Part) -> None:
-        if part.memory.tensors.layout:
-            part.memory.use_c_order()  # in other orders, rows are not consecutive in memory
+        part.memory.use_c_order()
         super().prepare(part)
 
     def participation(self, part: Part, ranks: Sequence[int], joined: Sequence[int]) -> StandIn:

@@ -121,7 +121,11 @@ def test_complex_parameters_and_buffers_of_any_dtype() -> None:
         net.register_buffer(
             "strided", torch.full((6,), 1.0 * group.rank).to(torch.float8_e5m2)[::2]
         )
+        image = torch.arange(6.0).reshape(2, 3).to(torch.float8_e5m2)
+        image = image.t().contiguous().t() if group.rank else torch.zeros_like(image)
+        net.register_buffer("image", image)  # in another memory order on each rank
         broadcast_parameters(net, 1, group=group)
+        assert net.image.float().tolist() == [[0, 1, 2], [3, 4, 5]]
         assert torch.equal(net.rotary, torch.full((3,), 1 + 1j))
         assert net.scale.float().tolist() == net.strided.float().tolist() == [1.0] * 3
         alone = copy.deepcopy(net)
