@@ -755,6 +755,9 @@ void Engine::run(const std::string& name, Known known) {
     if (job != nullptr) finish(*job, std::current_exception());
     throw;
   }
+  // The operation's own waits have found stops during it.
+  seen_ns_ = StallDetector::clock_ns();
+  if (unmatched_wait_) unmatched_wait_->resume();
   take(name);
   if (job == nullptr) return;          // a rank that has joined waits for the next operation
   if (has_joined) job->finish(error);  // to be raised by the ranks that submitted it
@@ -891,7 +894,9 @@ void Engine::report_wait(const std::vector<uint32_t>& flags) {
     since = round_since_ns_;
     title = "the matching of asynchronous operations";
   }
-  if (std::exchange(has_moved_, false)) moved_ns_ = StallDetector::clock_ns();
+  // The first look at a wait is a moment after it has begun.
+  seen_ns_ = detector_->look(since == 0 ? StallDetector::clock_ns() : std::max(since, seen_ns_));
+  if (std::exchange(has_moved_, false)) moved_ns_ = seen_ns_;
   // A rank that has joined waits only while the others do nothing.
   if (waits && name == kJoin) since = std::max(since, moved_ns_);
   if (unmatched_wait_ && (!waits || since != unmatched_since_ns_)) {
@@ -899,9 +904,7 @@ void Engine::report_wait(const std::vector<uint32_t>& flags) {
     unmatched_wait_.reset();
   }
   if (!waits) return;
-  // Without the time for which the process was stopped.
-  const int64_t now = StallDetector::clock_ns();
-  if (!unmatched_wait_) unmatched_wait_.emplace(detector_, now - detector_->running_ns(since, now));
+  if (!unmatched_wait_) unmatched_wait_.emplace(detector_, since);
   unmatched_since_ns_ = since;
   unmatched_name_ = name;
   const auto is_late = [&](int r) {
@@ -922,8 +925,8 @@ void Engine::record_last_rank(const std::string& name, const Known& known) {
   if (detector_ == nullptr) return;
   for (const Await& await : awaits_) {
     if (await.job->entry.name != name) continue;
-    if (unmatched_wait_) unmatched_wait_->look();
-    detector_->waited_for(ranks_[known.latest], detector_->running_ns(await.since_ns, StallDetector::clock_ns()));
+    seen_ns_ = detector_->look(std::max(await.since_ns, seen_ns_));
+    detector_->waited_for(ranks_[known.latest], detector_->running_ns(await.since_ns, seen_ns_));
   }
 }
 

@@ -326,6 +326,7 @@ class Engine {
   int64_t round_since_ns_ = 0;  // when the wait in a round was first noticed; 0: not yet
   bool has_moved_ = false;      // an operation was run, after moved_ns_
   int64_t moved_ns_ = 0;
+  int64_t seen_ns_ = 0;    // when the driver last looked whether this process was stopped
   std::string failed_in_;  // the operation that ended the engine, if one did
   uint64_t n_rounds_ = 0;
   std::map<std::string, Known> known_;               // announced by some ranks, not yet by all; the same on every rank

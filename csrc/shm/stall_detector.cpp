@@ -232,11 +232,14 @@ int64_t StallDetector::running_ns(int64_t since_ns, int64_t until_ns) const {
   return ns;
 }
 
-// Several waits may notice the same stop.
-void StallDetector::was_stopped(int64_t since_ns, int64_t until_ns) {
-  const std::lock_guard lock(mutex_);
-  if (!stops_.empty()) since_ns = std::max(since_ns, stops_.back().second);
-  if (since_ns < until_ns) stops_.emplace_back(since_ns, until_ns);
+int64_t StallDetector::look(int64_t seen_ns) {
+  const int64_t now = clock_ns();
+  if (now - seen_ns > kStoppedNs) {
+    const std::lock_guard lock(mutex_);
+    if (!stops_.empty()) seen_ns = std::max(seen_ns, stops_.back().second);  // several waits may notice the same stop
+    if (seen_ns < now) stops_.emplace_back(seen_ns, now);
+  }
+  return now;
 }
 
 std::vector<Lateness> StallDetector::lateness() const {
@@ -264,35 +267,32 @@ StallDetector::Wait::~Wait() {
   if (slot_ >= 0) detector_->row(detector_->rank_).slots[slot_].since_ns.store(0, std::memory_order_release);
 }
 
-void StallDetector::Wait::look() {
-  const int64_t now = clock_ns();
-  if (detector_ != nullptr && now - seen_ns_ > kStoppedNs) {
-    since_ns_ += now - seen_ns_;
-    detector_->was_stopped(seen_ns_, now);
-  }
-  seen_ns_ = now;
+int64_t StallDetector::Wait::look() {
+  if (detector_ != nullptr) seen_ns_ = detector_->look(seen_ns_);
+  return seen_ns_;
 }
 
 void StallDetector::Wait::over() {
-  look();
+  const int64_t now = look();
   if (slot_ < 0 || detector_->board().reported_ns < since_ns_ || detector_->board().is_open.exchange(0) == 0) return;
   print("[horo_lite] rank " + std::to_string(detector_->rank_) + " continues after waiting for " +
-        duration(clock_ns() - since_ns_) + "\n");
+        duration(detector_->running_ns(since_ns_, now)) + "\n");
 }
 
 void StallDetector::Wait::report_if_due(const std::string& what, const std::vector<int>& arrived,
                                         const std::vector<int>& late) {
   if (detector_ == nullptr) return;
   detector_->check();
-  look();
+  // Nothing below reads the clock again: the next call finds a stop after this one.
+  const int64_t now = look(), since = now - detector_->running_ns(since_ns_, now);
   Row& own = detector_->row(detector_->rank_);
   for (int i = 0; slot_ < 0 && i < kSlots; ++i) {
     int64_t nobody = 0;
-    if (own.slots[i].since_ns.compare_exchange_strong(nobody, since_ns_)) slot_ = i;
+    if (own.slots[i].since_ns.compare_exchange_strong(nobody, since)) slot_ = i;
   }
   if (slot_ < 0) return;
   Slot& slot = own.slots[slot_];
-  slot.since_ns.store(since_ns_, std::memory_order_release);
+  slot.since_ns.store(since, std::memory_order_release);
   const size_t n = std::min<size_t>(late.size(), kLate);
   std::vector<int> elsewhere;
   std::copy_if(arrived.begin(), arrived.end(), std::back_inserter(elsewhere),
@@ -300,8 +300,7 @@ void StallDetector::Wait::report_if_due(const std::string& what, const std::vect
   slot.what.set(what + (elsewhere.empty() ? "" : " (on other hosts " + ranks_text(elsewhere) + ", too)"));
   for (size_t i = 0; i < n; ++i) slot.late[i].store(late[i], std::memory_order_relaxed);
   slot.n_late.store(static_cast<int32_t>(n), std::memory_order_release);
-  detector_->report_or_stall(since_ns_, detector_->is_reporter(arrived, late));
-  seen_ns_ = clock_ns();  // a report may have taken seconds
+  if (detector_->report_or_stall(since, now, detector_->is_reporter(arrived, late))) resume();
 }
 
 // One host reports: that of a late rank, which can get its stacks; if no rank waits there, that of the first to wait.
@@ -362,16 +361,17 @@ StallDetector::Overdue StallDetector::overdue(int64_t since_ns, int64_t now) con
   return most;
 }
 
-void StallDetector::report_or_stall(int64_t since_ns, bool is_reporter) {
-  const int64_t now = clock_ns(), warn_ns = warn_ns_;
+// Returns whether it has reported.
+bool StallDetector::report_or_stall(int64_t since_ns, int64_t now, bool is_reporter) {
+  const int64_t warn_ns = warn_ns_;
   const Overdue overdue = this->overdue(since_ns, now);
   // A host that cannot report much lets another one end the job, for a while.
   const bool over = overdue.abort_ns != 0 && overdue.by_ns > (is_reporter ? 0 : kOthersNs);
   const bool noticed = warn_ns != 0 && now - since_ns > warn_ns;
-  if (!over && !noticed) return;
+  if (!over && !noticed) return false;
   const std::vector<Waiting> waits = waiting();
   const std::vector<int> late = this->late(waits);
-  if (all_excused(late, now)) return;
+  if (all_excused(late, now)) return false;
 
   Board& board = this->board();
   board.n_reporting.fetch_add(1);
@@ -379,13 +379,14 @@ void StallDetector::report_or_stall(int64_t since_ns, bool is_reporter) {
   const bool known = reported >= since_ns;  // this wait has been reported
   const bool due = known ? noticed && now > reported + board.pause_ns : true;
   // Of those for which it is time, only one reports.
-  if (due && is_reporter && board.reported_ns.compare_exchange_strong(reported, now)) {
+  const bool reports = due && is_reporter && board.reported_ns.compare_exchange_strong(reported, now);
+  if (reports) {
     board.pause_ns = known ? 2 * board.pause_ns : std::max(warn_ns, int64_t{1'000'000'000});
     board.is_open = 1;
     print(report(since_ns));
   }
   board.n_reporting.fetch_sub(1);
-  if (!over) return;
+  if (!over) return reports;
 
   // The job must not end before a report is complete.
   for (int i = 0; board.n_reporting != 0 && i < 5000; ++i) sleep_ms(1);
@@ -401,6 +402,7 @@ void StallDetector::report_or_stall(int64_t since_ns, bool is_reporter) {
   }
   stall(reason + "; " + who_waits(waits, now));
   check();
+  return reports;
 }
 
 void StallDetector::stall(const std::string& reason) {

@@ -75,7 +75,10 @@ class StallDetector {
 
   // Records how long this rank has waited for `rank`, which was last.
   void waited_for(int rank, int64_t ns);
-  // How much of this time the process was not stopped, as far as its waits have noticed.
+  // Returns the time. Long after `seen_ns`, when a wait in progress last did this, the process was stopped in between,
+  // as a suspended job is.
+  int64_t look(int64_t seen_ns);
+  // How much of this time the process was not stopped, as far as look() has noticed.
   int64_t running_ns(int64_t since_ns, int64_t until_ns) const;
   // The lateness of every rank, as observed by the ranks of this host.
   std::vector<Lateness> lateness() const;
@@ -98,12 +101,14 @@ class StallDetector {
     void report_if_due(const std::string& what, const std::vector<int>& arrived, const std::vector<int>& late);
     // Records that the wait has succeeded: if the stall was reported, so is its end.
     void over();
-    // Detects whether this rank was stopped since the last call.
-    void look();
+    // Detects whether this rank was stopped since the last call; returns the time.
+    int64_t look();
+    // Declares that since the last call, this thread did something else.
+    void resume() { seen_ns_ = clock_ns(); }
 
    private:
     std::shared_ptr<StallDetector> detector_;
-    int64_t since_ns_;
+    const int64_t since_ns_;
     int64_t seen_ns_;  // the time of the last call
     int slot_ = -1;
   };
@@ -128,9 +133,8 @@ class StallDetector {
   bool is_here(int rank) const { return hosts_[rank] == hosts_[rank_]; }
   bool is_reporter(const std::vector<int>& arrived, const std::vector<int>& late) const;
   Overdue overdue(int64_t since_ns, int64_t now) const;
-  void report_or_stall(int64_t since_ns, bool is_reporter);
+  bool report_or_stall(int64_t since_ns, int64_t now, bool is_reporter);
   bool all_excused(const std::vector<int>& late, int64_t now) const;
-  void was_stopped(int64_t since_ns, int64_t until_ns);
 
   uint8_t* memory_;
   int rank_;

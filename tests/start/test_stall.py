@@ -7,9 +7,12 @@ import fcntl
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from launch import PATIENCE, Job, RanksFailedError, run_threads, start_ranks
@@ -20,6 +23,7 @@ from horo_lite._native import Segment, StallDetector, thread_group
 from horo_lite.collectives.group import Group
 from horo_lite.settings import seconds
 from horo_lite.start import stall
+from horo_lite.transports.mpi import start_barrier
 from horo_lite.transports.shm import ShmTransport
 
 HEADLINE = re.compile(r"^\[horo_lite\] stalled for .*$", re.MULTILINE)
@@ -520,6 +524,93 @@ if rank == 0:
         job.folder.joinpath("go on").touch()
         result = job.wait(20).check()
     assert "stalled for" not in result.stderr, str(result)
+
+
+def test_time_for_which_a_rank_was_stopped_is_no_wait_in_init(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(start_barrier, "time", SimpleNamespace(monotonic=lambda: now))
+    patience = start_barrier.Patience(0, 0.0, 3.0)
+
+    def looks_for(s: float) -> None:
+        nonlocal now
+        for _ in range(round(s / 0.5)):
+            now += 0.5
+            patience.look(lambda _all: "rank 1")
+
+    looks_for(2.0)
+    now += 3600.0
+    looks_for(0.5)
+    with pytest.raises(hvd.StallError, match=r"rank 0 has waited 3\.0 s in init\(\) for rank 1"):
+        looks_for(1.0)
+
+
+@pytest.mark.launches
+def test_a_rank_that_is_stopped_at_the_beginning_of_its_wait_has_not_waited() -> None:
+    """Before the engine, which looks at the clock now and then, has seen that it waits."""
+    body = """
+import signal, threading
+limit_waits(2.2)
+pid = hvd.broadcast_object(os.getpid())
+if rank == 0:
+    handle = hvd.allreduce_async(np.ones(3))
+    time.sleep(0.01)  # its engine has announced that, and is idle
+    threading.Timer(0.005, os.kill, (pid, signal.SIGSTOP)).start()
+else:
+    while open(f"/proc/{pid}/stat").read().rsplit(")")[1].split()[0] != "T":
+        time.sleep(0.01)
+    time.sleep(2.5)
+    os.kill(pid, signal.SIGCONT)
+    time.sleep(0.1)
+    handle = hvd.allreduce_async(np.ones(3))
+hvd.synchronize(handle)
+"""
+    with start_ranks(PRELUDE + body, 2) as job:
+        result = job.wait(20).check()
+    assert "stalled for" not in result.stderr, str(result)
+
+
+@pytest.mark.launches
+def test_a_process_may_be_stopped_at_any_moment_of_its_wait() -> None:
+    """Also between two instructions of the detector: these check their waits without a pause."""
+    script = """
+import os, signal, sys, time
+from horo_lite._native import Segment, StallDetector
+
+def waits(begun):
+    memory = Segment.create(StallDetector.memory_bytes(2))
+    detector = StallDetector(memory, 0, 0, [0, 0], [0, 0], ["rank 0", "rank 1"])
+    detector.set_limits(0.0, 2.2)
+    wait = detector.wait()
+    n_after, seen = 0, time.monotonic()
+    os.write(begun, b".")
+    while n_after < 100:
+        wait.report_if_due("the test", [0], [1])
+        now = time.monotonic()
+        n_after += n_after > 0 or now - seen > 2.0
+        seen = now
+
+reading, begun = os.pipe()
+pids = []
+for _ in range(24):
+    pids.append(os.fork())
+    if pids[-1] == 0:
+        failed = 1
+        try:
+            waits(begun)
+            failed = 0
+        finally:
+            os._exit(failed)
+    os.read(reading, 1)
+    os.kill(pids[-1], signal.SIGSTOP)
+time.sleep(2.5)
+for pid in pids:
+    os.kill(pid, signal.SIGCONT)
+sys.exit(sum(os.waitpid(pid, 0)[1] != 0 for pid in pids))
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
 
 
 @pytest.mark.launches

@@ -42,6 +42,9 @@ _kept: list[Any] = []
 _first: list[tuple[Any, Any]] = []
 """Communicators, and requests of `wait_for_first` that an interrupt has left in flight."""
 
+_STOPPED_S = 2.0
+"""A rank that has not looked for so long was itself stopped, as a suspended job is."""
+
 
 class Patience:
     """One rank's wait in init(), with stall reports and a time limit.
@@ -56,11 +59,12 @@ class Patience:
         self._rank = rank
         self._next_s = warn_s
         self._abort_s = abort_s
-        self._began = time.monotonic()
+        self._waited_s = 0.0
+        self._looked = time.monotonic()
         self._pause_s = 20e-6
 
     def look(self, late: Callable[[bool], str]) -> None:
-        """Report late ranks if a report is due.
+        """Report late ranks if a report is due. To be called several times per second.
 
         Args:
             late: Returns which ranks are late. Unless its argument is True, it may return "" if
@@ -69,7 +73,10 @@ class Patience:
         Raises:
             StallError: The wait has exceeded the limit.
         """
-        waited_s = time.monotonic() - self._began
+        now = time.monotonic()
+        if now - self._looked < _STOPPED_S:
+            self._waited_s += now - self._looked
+        self._looked, waited_s = now, self._waited_s
         waited = f"{waited_s:.{1 if waited_s < 10 else 0}f} s"
         text = f"rank {self._rank} has waited {waited} in init() for"
         if 0 < self._abort_s <= waited_s:
