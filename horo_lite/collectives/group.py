@@ -16,9 +16,8 @@ from weakref import WeakSet
 from horo_lite.collectives import shared_memory
 from horo_lite.collectives.arrays import Array, GpuMemory, Memory, gpu_of
 from horo_lite.collectives.calls import Call, Compare, Finish, Part
-from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.handle import Handle
-from horo_lite.collectives.reductions import AnyOp, Average, Exchange, rows_of
+from horo_lite.collectives.reductions import Exchange, rows_of
 from horo_lite.errors import (
     GROUP_IS_LOST,
     DeviceError,
@@ -29,7 +28,7 @@ from horo_lite.errors import (
 )
 from horo_lite.recording import recorder
 from horo_lite.transports.agreement import digest_of, explain, give_up_unless_alike, needs_all
-from horo_lite.transports.interface import Division, Header
+from horo_lite.transports.interface import Header
 from horo_lite.transports.stream import CommunicationStream
 from horo_lite.transports.watchdog import ELSEWHERE, Watchdog
 
@@ -95,8 +94,6 @@ class Group:
         transport: Transport,
         watchdog_transport: Transport | None = None,
     ) -> None:
-        own = (transport, watchdog_transport)
-        self._own = [one for one in own if one is not None]
         self.transport = transport
         self.rank = transport.rank
         self.size = transport.size
@@ -283,22 +280,13 @@ class Group:
             yield
 
     def synchronize(self, handle: Handle, *, beside: bool = False) -> Any:
-        """Wait for an asynchronous operation.
-
-        Every rank synchronizes all operations that it submitted, in any order.
+        """Wait for an asynchronous operation: see `ops.synchronize`.
 
         Args:
-            handle: What the `…_async` call returned. It may be synchronized again.
+            handle: What `submit` returned. It may be synchronized again.
             beside: Whether this is not the training thread, which continues meanwhile. On every
                 rank at most one such thread waits at a time, for the same operations in the same
                 order.
-
-        Returns:
-            The operation's result.
-
-        Raises:
-            MismatchError: The ranks' calls differ, or some ranks did not submit the operation.
-            PeerLostError: A rank died, left or failed. The group can no longer be used.
         """
         self.check_usable()
         try:
@@ -316,16 +304,7 @@ class Group:
             ) from None
 
     def poll(self, handle: Handle) -> bool:
-        """Return whether an operation has ended.
-
-        Local: it waits for no other rank.
-
-        Args:
-            handle: What the `…_async` call returned.
-
-        Returns:
-            True if `synchronize(handle)` would return or raise at once.
-        """
+        """Return whether an operation has ended: see `ops.poll`."""
         self.check_usable()
         return handle.done()
 
@@ -333,40 +312,29 @@ class Group:
         self,
         arrays: Sequence[Array],
         *,
-        names: Sequence[str],
         label: str,
-        op: AnyOp = Average,
-        compression: Compressor = Compression.none,
-        prescale_factor: float = 1.0,
-        postscale_factor: float = 1.0,
         weight: float | None = None,
         shared: SharedMemory | None = None,
-        division: Division = (),
         follows: bool = True,
+        **how: Any,
     ) -> bool:
         """Reduce an optimizer's gradients in place; return whether anything was reduced.
 
-        Every rank calls it, in the same order as its other blocking calls. See `Exchange`, and
-        `Part` for the arguments that may differ between ranks.
+        Every rank calls it, in the same order as its other blocking calls. `how` is what an
+        `Exchange` has; see `Part` for the other arguments, which may differ between ranks.
         """
-        how = op, compression, prescale_factor, postscale_factor
-        call = Exchange(label, *how, names, division)
-        return self.run(call, Part(self.memory(arrays), weight, shared=shared, follows=follows))
+        part = Part(self.memory(arrays), weight, shared=shared, follows=follows)
+        return self.run(Exchange(label, **how), part)
 
     def exchange_async(
         self,
         arrays: Sequence[Array],
         *,
-        names: Sequence[str],
         label: str,
-        op: AnyOp = Average,
-        compression: Compressor = Compression.none,
-        prescale_factor: float = 1.0,
-        postscale_factor: float = 1.0,
         weight: float | None = None,
         shared: SharedMemory | None = None,
-        division: Division = (),
         in_order: bool = False,
+        **how: Any,
     ) -> Handle:
         """Begin `exchange`; do not use the arrays until it is synchronized.
 
@@ -374,8 +342,7 @@ class Group:
         calls it in the same order as its blocking calls; `synchronize` orders what the caller's
         stream does next after it.
         """
-        how = op, compression, prescale_factor, postscale_factor
-        call = Exchange(label, *how, names, division)
+        call = Exchange(label, **how)
         if in_order:
             return Handle(label, None, self._begin(call, Part(self.memory(arrays), weight)))
         part = Part(self.memory(arrays, asynchronous=True), weight, shared=shared)
@@ -433,7 +400,7 @@ class Group:
         if self.is_closed or os.getpid() != self._pid:
             return
         self.is_closed = True
-        was_given_up = self._own[0].members.given_up()
+        was_given_up = self.transport.members.given_up()
         try:
             try:
                 if self._engine is not None:
@@ -465,7 +432,13 @@ class Group:
 
     def transports(self) -> list[Transport]:
         """Return all transports that the group was made of."""
-        return list(self._own)
+        both = self.transport, self._watchdog_transport
+        return [one for one in both if one is not None]
+
+    def abandon(self, reason: str) -> None:
+        """Make peers that wait for this rank, now or later, raise PeerLostError."""
+        for transport in self.transports():
+            transport.members.abandon(reason)
 
     @property
     def carrier(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 from horo_lite._native import Segment
 from horo_lite.collectives.calls import gathered
@@ -25,8 +25,10 @@ def share(group: Group, memory: SharedMemory | None) -> bool:
     if not all(gathered(group, is_open, "access to shared memory")):
         return False
     assert memory is not None
-    memory.number = _n_shared[group] = _n_shared.get(group, 0) + 1
-    _shared.setdefault(group, WeakValueDictionary())[memory.number] = memory
+    kept = _kept_by(group)
+    kept.n_shared += 1
+    memory.number = kept.n_shared
+    kept.shared[memory.number] = memory
     return True
 
 
@@ -48,21 +50,30 @@ def common(group: Group, n_bytes: int) -> SharedMemory | None:
     is_open = all(gathered(group, memory is not None, "access to shared memory"))
     if memory is None or not is_open:
         return None
-    _of_all.setdefault(group, WeakSet()).add(memory.segment)
+    _kept_by(group).common.add(memory.segment)
     return memory
 
 
 def make_own(group: Group) -> None:
     """Hide what this rank writes to memory for all ranks of the group from the others."""
-    for segment in _of_all.pop(group, ()):
+    for segment in _kept_by(group).common:
         segment.make_private()
 
 
 def memory_of(group: Group, number: int) -> SharedMemory | None:
     """Return the `number`-th memory that the group shared; None if this rank has dropped it."""
-    return _shared[group].get(number)
+    return _kept_by(group).shared.get(number)
 
 
-_of_all: WeakKeyDictionary[Group, WeakSet[Segment]] = WeakKeyDictionary()
-_n_shared: WeakKeyDictionary[Group, int] = WeakKeyDictionary()
-_shared: WeakKeyDictionary[Group, WeakValueDictionary[int, SharedMemory]] = WeakKeyDictionary()
+class _Kept:
+    """The memory of a group's ranks, as long as someone uses it."""
+
+    def __init__(self) -> None:
+        self.n_shared = 0
+        self.shared: WeakValueDictionary[int, SharedMemory] = WeakValueDictionary()
+        self.common: WeakSet[Segment] = WeakSet()
+
+
+def _kept_by(group: Group) -> _Kept:
+    kept: _Kept = group.kept.setdefault(_Kept, _Kept())
+    return kept

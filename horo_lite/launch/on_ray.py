@@ -275,7 +275,6 @@ def _leave_lost_world() -> None:
 def _leave_world(reason: str) -> None:
     """Make ranks that wait for this one raise PeerLostError; `init()` then makes a new world."""
     if context.is_initialized():
-        for transport in context.world().group.transports():
-            transport.members.abandon(reason)
+        context.world().group.abandon(reason)
         with suppress(Exception):  # operations in flight have failed
             session.shutdown()

@@ -499,8 +499,7 @@ def renew(comm: Any) -> World:
 def abandon(reason: str) -> None:
     """Make peers that wait for this rank, in any group, now or later, raise PeerLostError."""
     for group in context.groups():
-        for transport in group.transports():
-            transport.members.abandon(reason)
+        group.abandon(reason)
 
 
 def communicator() -> Any:

@@ -109,7 +109,7 @@ class _Call:
         self.group = group
         self.eps = layer.eps
         self._layer = layer
-        self._layers = _layers_of.setdefault(group, _Layers())
+        self._layers = group.kept.setdefault(_Layers, _Layers())
         group.counting.add(self._layers)
         self._number, n_calls = self._layers.known.get(layer, (self._layers.n_seen + 1, 0))
         self._n_calls = n_calls + 1
@@ -156,9 +156,6 @@ class _Layers:
         """Start counting again: all ranks have joined, and may have used different layers."""
         self.n_seen = 0
         self.known.clear()
-
-
-_layers_of: WeakKeyDictionary[Group, _Layers] = WeakKeyDictionary()
 
 
 def _statistics(x: torch.Tensor, call: _Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -234,8 +234,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     def abort(self) -> None:
         """Leave at once: ranks that wait for this one, now or later, raise PeerLostError."""
-        for transport in self.group.transports():
-            transport.members.abandon("it called abort()")
+        self.group.abandon("it called abort()")
         with contextlib.suppress(Exception):  # operations in flight have failed
             self.shutdown()
 
