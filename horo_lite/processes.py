@@ -24,6 +24,11 @@ def state_and_parent(pid: int) -> tuple[str, int]:
     return state.decode(), int(parent)
 
 
+def pids() -> list[int]:
+    """Return all processes of this PID namespace."""
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
 def name_of(pid: int) -> str:
     """Return the name of a process, which is that of its program at first, or raise OSError."""
     return os.fsdecode(Path(f"/proc/{pid}/comm").read_bytes()).strip()

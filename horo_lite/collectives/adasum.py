@@ -19,7 +19,7 @@ import numpy as np
 from horo_lite import _native, adapters
 from horo_lite.adapters.object import NO_ORDER
 from horo_lite.collectives.arrays import view
-from horo_lite.transports.agreement import allgather_bytes
+from horo_lite.transports.agreement import allgather_row
 
 if TYPE_CHECKING:
     from horo_lite.collectives.arrays import Memory
@@ -200,11 +200,9 @@ def _swap(
 
 def _sum_of(transport: Transport, dots: np.ndarray[Any, Any], ranks: range) -> np.ndarray[Any, Any]:
     """Return the sum of the ranks' dot products, in rank order, at the largest of their scales."""
-    data = dots.tobytes()
     transport.agree(0, label="Adasum dot products")
-    everyone = allgather_bytes(transport, data, [len(data)] * transport.size)
-    each = [np.frombuffer(everyone[rank], np.float64).reshape(dots.shape) for rank in ranks]
-    scales = np.max([one[:, 3:] for one in each], axis=0)
+    each = allgather_row(transport, dots)[list(ranks)]
+    scales = each[:, :, 3:].max(axis=0)
     total = np.zeros((len(dots), 3))
     for one in each:
         p, q = (one[:, 3:] - scales).astype(int).T

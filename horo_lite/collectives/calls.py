@@ -27,6 +27,7 @@ from horo_lite.errors import printable
 from horo_lite.transports.agreement import (
     StandIn,
     allgather_bytes,
+    allgather_row,
     allocated,
     digest_of,
     needs_all,
@@ -379,9 +380,8 @@ class AllToAll(Call[tuple[Array, NDArray[np.int64]]]):
         self, part: Part, transport: Transport, headers: Sequence[Header]
     ) -> Finish[tuple[Array, NDArray[np.int64]]]:
         assert part.splits is not None
-        rows, counts, size = part.memory, part.splits, transport.size
-        everyone = allgather_bytes(transport, counts.tobytes(), [counts.nbytes] * size)
-        table = np.array([np.frombuffer(one, np.int64) for one in everyone])
+        rows, counts = part.memory, part.splits
+        table = allgather_row(transport, counts)
         received = table[:, transport.rank].copy()
         n_rows, row_bytes = int(received.sum()), _row_bytes(rows)
         n_bytes = (table.sum(axis=0) * row_bytes).tolist()

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from horo_lite import files
-from horo_lite.errors import HoroLiteError, JobError, PeerLostError
+from horo_lite.errors import HoroLiteError, JobError, PeerLostError, in_one_line
 from horo_lite.start import launcher
 
 
@@ -198,11 +198,10 @@ def _error_of(rank: int, size: int, error: BaseException) -> RankError:
         with contextlib.suppress(Exception):
             pickled = dumps(error)
             pickle.loads(pickled)  # some can only be pickled
-    name, text = type(error).__name__, " ".join(str(error).split())
     return RankError(
         rank,
         f"rank {rank} of {size} ({socket.gethostname()}, pid {os.getpid()})",
-        f"{name}: {text}" if text else name,
+        in_one_line(error),
         "".join(
             traceback.format_exception(type(error), error, _without_serve(error.__traceback__))
         ),

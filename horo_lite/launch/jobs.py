@@ -25,7 +25,7 @@ from typing import NamedTuple, NoReturn, TextIO
 
 from horo_lite import checkpoint as commits
 from horo_lite.errors import LauncherError, say
-from horo_lite.processes import environ_of, state_and_parent
+from horo_lite.processes import environ_of, pids, state_and_parent
 from horo_lite.start import ending, launcher
 
 CHECKPOINT = "HORO_LITE_CHECKPOINT"
@@ -231,9 +231,8 @@ class LauncherWatch:
     def _children(self) -> list[int]:
         """Return the launcher's children that have not ended, and record which ranks they are."""
         children = []
-        for entry in Path("/proc").glob("[0-9]*"):
+        for pid in pids():
             with contextlib.suppress(OSError):
-                pid = int(entry.name)
                 state, parent = state_and_parent(pid)
                 if parent != self._launcher or state in "ZX":
                     continue
@@ -386,11 +385,10 @@ class Job:
 
     def _processes(self) -> list[int]:
         """Return every process of the job on this host."""
-        mark, found = f"{_JOB}={self._mark}".encode(), []
-        for entry in Path("/proc").iterdir():
-            with contextlib.suppress(OSError, ValueError):
-                pid = int(entry.name)
-                if mark in (entry / "environ").read_bytes().split(b"\0"):
+        found = []
+        for pid in pids():
+            with contextlib.suppress(OSError):
+                if environ_of(pid).get(_JOB) == self._mark:
                     found.append(pid)
         return found
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from horo_lite.errors import ranks_in_words
-from horo_lite.processes import environ_of, name_of, state_and_parent
+from horo_lite.processes import environ_of, name_of, pids, state_and_parent
 from horo_lite.start import launcher
 
 _MARK = "horo_lite: in init()"
@@ -85,8 +85,8 @@ def _ranks_of_this_host() -> dict[int, list[_Process]]:
     """Return the processes of each rank of this job that this user may inspect."""
     own = _job_and_depth(os.getpid())
     everyone: dict[int, list[_Process]] = {}
-    for folder in Path("/proc").glob("[0-9]*") if own is not None else ():
-        pid = int(folder.name)
+    for pid in pids() if own is not None else ():
+        folder = Path(f"/proc/{pid}")
         launch = launcher.detect(_environ(pid))
         if launch is None or launch.rank is None:
             continue

@@ -35,7 +35,7 @@ from horo_lite.state.broadcast import (
 from horo_lite.state.hashes import Readable
 from horo_lite.state.optimizer_state import OptimizerState, in_host_memory
 from horo_lite.state.trees import NUMBERS, Node, Tree
-from horo_lite.transports.agreement import allgather_bytes
+from horo_lite.transports.agreement import allgather_row
 
 if TYPE_CHECKING:
     from horo_lite.collectives.group import Group
@@ -358,9 +358,7 @@ class _Replica(Part):
         return _native.hash64(self._hashes.tobytes())
 
     def find(self, transport: Transport, step: int) -> _Found:
-        mine = self._hashes.tobytes()
-        everyone = allgather_bytes(transport, mine, [len(mine)] * transport.size)
-        table = np.array([np.frombuffer(hashes, np.uint64) for hashes in everyone])
+        table = allgather_row(transport, self._hashes)
         which = np.flatnonzero((table != table[0]).any(axis=0)).tolist()
         # For each parameter that differs, every rank gets a vote from each rank that agrees.
         votes = np.zeros(transport.size, np.int64)
@@ -387,8 +385,7 @@ class _Replica(Part):
         transport.host.broadcast(mine if is_source else Tensors([theirs]), source)
         found = _native.difference(mine, mine if is_source else Tensors([theirs]))
         numbers = np.array([*found, *_native.count_non_finite(mine)[0]], np.float64)
-        everyone = allgather_bytes(transport, numbers.tobytes(), [numbers.nbytes] * transport.size)
-        table = [np.frombuffer(one, np.float64).tolist() for one in everyone]
+        table = allgather_row(transport, numbers).tolist()
         _, _, magnitude, *in_source = table[source]
         n_elements = int(np.prod(self._values[first].shape, dtype=np.int64))
         is_bytes = "uint8[" in mine.describe(0) and "uint8[" not in self._specs[first]

@@ -14,14 +14,14 @@ from importlib import import_module
 from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from horo_lite._native import Tensors, fingerprints
 from horo_lite.adapters import Adapter, adapter_of, to_host
 from horo_lite.adapters.object import ZERO_GRAD, Named, name_leaves
-from horo_lite.collectives.arrays import Array, copy_of, gpu_of
+from horo_lite.collectives.arrays import Array, gpu_of
 from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.reductions import Average, Op
 from horo_lite.context import on_renewed
 from horo_lite.state.drift import DriftCheck
+from horo_lite.state.hashes import Readable
 from horo_lite.state.wrapper import Wrapper, wrapped
 from horo_lite.training.hyperparameters import hyperparameters_of
 from horo_lite.training.options import Options, averaging
@@ -508,8 +508,14 @@ class _Own:
         """Return a hash of each gradient; for one on a GPU, only whether it exists."""
         parameters = [parameter for _, parameter in self.named()]
         self.adapter.compute(parameters)
-        gradients = [self.adapter.gradient(parameter) for parameter in parameters]
-        return [None if g is None else 0 if gpu_of(g) is not None else _hash(g) for g in gradients]
+        hashes = Readable(None).hashes
+
+        def hash_of(gradient: Array | None) -> int | None:
+            if gradient is None:
+                return None
+            return 0 if gpu_of(gradient) is not None else int(hashes([to_host(gradient)])[0])
+
+        return [hash_of(self.adapter.gradient(parameter)) for parameter in parameters]
 
     def forget(self) -> None:
         """Forget this step's gradients: the next ones belong to another step."""
@@ -638,10 +644,3 @@ def takes_weight(step: Callable[..., Any]) -> bool:
         return "weight" in inspect.signature(step).parameters
     except (TypeError, ValueError):  # perhaps written in C
         return False
-
-
-def _hash(array: Array) -> int:
-    tensors = Tensors([to_host(array)], writable=False)
-    if tensors.strided:
-        tensors = Tensors([copy_of(array)])
-    return fingerprints(tensors)[0]

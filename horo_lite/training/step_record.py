@@ -11,7 +11,6 @@ what a step has done to the parameters.
 from __future__ import annotations
 
 import atexit
-import ctypes
 import functools
 import json
 import os
@@ -27,6 +26,7 @@ from numpy.typing import NDArray
 from horo_lite import files, settings
 from horo_lite.errors import warn
 from horo_lite.state.hashes import Readable
+from horo_lite.transports.hosts.carrier import memory_at
 
 if TYPE_CHECKING:
     from horo_lite._native import Tensors
@@ -191,7 +191,7 @@ def _reals(tensors: Tensors) -> NDArray[Any]:
     address, n_bytes = tensors.buffers()[0]
     if not n_bytes:
         return np.zeros(0)
-    raw = np.ctypeslib.as_array((ctypes.c_uint8 * n_bytes).from_address(address))
+    raw = memory_at(address, n_bytes)
     kind = tensors.describe(0).partition("[")[0]
     if kind == "bfloat16":
         return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from horo_lite import _native
 from horo_lite.errors import (
@@ -142,6 +143,13 @@ def on_ranks(ranks: Sequence[int], texts: Sequence[str]) -> str:
     """Join the non-empty texts, each with its rank."""
     pairs = zip(ranks, texts, strict=True)
     return "; ".join(f"on rank {rank}, {text}" for rank, text in pairs if text)
+
+
+def allgather_row(transport: Transport, row: NDArray[Any]) -> NDArray[Any]:
+    """Return every rank's array as a row of a table; all have the same shape and dtype."""
+    data = row.tobytes()
+    everyone = allgather_bytes(transport, data, [len(data)] * transport.size)
+    return np.array([np.frombuffer(one, row.dtype).reshape(row.shape) for one in everyone])
 
 
 def allgather_bytes(

@@ -9,7 +9,6 @@ messages, so that the number of open descriptors does not grow with their number
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import select
@@ -19,7 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-import numpy as np
+from horo_lite.transports.hosts.carrier import memory_at
 
 N_IDLE = 2  # empty files that are kept for the next messages
 FILE_BYTES = 32 << 20  # when a file has reached this size, the next message begins another one
@@ -221,7 +220,7 @@ def _move(
     n_bytes: int,
 ) -> None:
     """Read the mark and the bytes at `address` from the file, or write them, from `begin` on."""
-    memory = np.ctypeslib.as_array((ctypes.c_uint8 * n_bytes).from_address(address))
+    memory = memory_at(address, n_bytes)
     call(file, [mark], begin)
     done = 0
     while done < n_bytes:  # a call transfers at most 2 GiB

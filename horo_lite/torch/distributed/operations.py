@@ -21,7 +21,7 @@ from horo_lite.collectives.calls import Call, Finish, Part
 from horo_lite.errors import MismatchError
 from horo_lite.torch.distributed.arguments import Access
 from horo_lite.transports import Transport
-from horo_lite.transports.agreement import allgather_bytes
+from horo_lite.transports.agreement import allgather_row
 from horo_lite.transports.interface import Header, Reduction
 
 T = TypeVar("T")
@@ -181,10 +181,8 @@ class GatherSparse(Collective["list[tuple[NDArray[np.int64], NDArray[np.uint8]]]
         assert isinstance(part, Buffers)
         (mine,) = part.send
         counts = np.array([n_bytes for _, n_bytes in mine.buffers()], np.int64)
-        everyone = allgather_bytes(transport, counts.tobytes(), [counts.nbytes] * transport.size)
         result = []
-        for one in everyone:
-            n_indices, n_values = np.frombuffer(one, np.int64).tolist()
+        for n_indices, n_values in allgather_row(transport, counts).tolist():
             columns = n_indices // (8 * self.n_axes)
             indices = np.empty((self.n_axes, columns), np.int64)
             result.append((indices, np.empty(n_values, np.uint8)))
@@ -197,8 +195,7 @@ class GatherSparse(Collective["list[tuple[NDArray[np.int64], NDArray[np.uint8]]]
 def _exchanged_sizes(part: Buffers, transport: Transport) -> list[list[int]]:
     """Return n_bytes[s][d]; raise MismatchError, on all ranks, if a rank expects other sizes."""
     mine = np.array([[each.nbytes for each in part.send], [each.nbytes for each in part.receive]])
-    everyone = allgather_bytes(transport, mine.tobytes(), [mine.nbytes] * transport.size)
-    table = np.array([np.frombuffer(one, mine.dtype).reshape(2, -1) for one in everyone])
+    table = allgather_row(transport, mine)
     sent, expected = table[:, 0], table[:, 1].T
     if (sent != expected).any():
         s, d = np.argwhere(sent != expected)[0].tolist()
