@@ -19,42 +19,14 @@ bool is_float(DType dtype) {
   return dtype == DType::kFloat16 || dtype == DType::kBFloat16 || dtype == DType::kFloat32 || dtype == DType::kFloat64;
 }
 
-bool nccl_type(DType dtype, NcclType* type) {
-  switch (dtype) {
-    case DType::kBool:
-    case DType::kUInt8:
-      *type = kNcclUint8;
-      return true;
-    case DType::kInt8:
-      *type = kNcclInt8;
-      return true;
-    case DType::kInt32:
-      *type = kNcclInt32;
-      return true;
-    case DType::kUInt32:
-      *type = kNcclUint32;
-      return true;
-    case DType::kInt64:
-      *type = kNcclInt64;
-      return true;
-    case DType::kUInt64:
-      *type = kNcclUint64;
-      return true;
-    case DType::kFloat16:
-      *type = kNcclFloat16;
-      return true;
-    case DType::kBFloat16:
-      *type = kNcclBfloat16;
-      return true;
-    case DType::kFloat32:
-      *type = kNcclFloat32;
-      return true;
-    case DType::kFloat64:
-      *type = kNcclFloat64;
-      return true;
-    default:
-      return false;
-  }
+// Empty if NCCL has no such type.
+std::optional<NcclType> nccl_type(DType dtype) {
+  constexpr std::optional<NcclType> kNone;
+  static constexpr std::optional<NcclType> kTypes[] = {
+      kNcclUint8, kNcclInt8,   kNcclUint8,   kNone,         kNone,        kNcclInt32,   kNcclUint32,
+      kNcclInt64, kNcclUint64, kNcclFloat16, kNcclBfloat16, kNcclFloat32, kNcclFloat64, kNone};
+  static_assert(std::size(kTypes) == static_cast<size_t>(DType::kLast) + 1);
+  return kTypes[static_cast<size_t>(dtype)];
 }
 
 NcclOp nccl_op(Op op, DType dtype) {
@@ -330,8 +302,7 @@ bool NcclGroup::can_reduce(const std::vector<TensorRef>& tensors, Op op, double 
   const auto fits = [](double x) { return x == 0.0 || (std::fabs(x) >= 1e-20 && std::fabs(x) <= 1e20); };
   return fits(prescale) && fits(factor.scale) &&
          std::all_of(tensors.begin(), tensors.end(), [&](const TensorRef& tensor) {
-           NcclType type;
-           return nccl_type(tensor.dtype, &type) &&
+           return nccl_type(tensor.dtype) &&
                   (is_float(tensor.dtype) ? !drops_nan : plain && op != Op::kAverage && op != Op::kWeightedAverage);
          });
 }
@@ -475,8 +446,7 @@ void NcclGroup::send(const Traffic& traffic, const std::vector<Section>& bucket,
   }
   const size_t wire_item = item_bytes(traffic.wire);
   const auto reduce = [&](void* data, size_t n_elements) {
-    NcclType type{};
-    nccl_type(traffic.wire, &type);
+    const NcclType type = nccl_type(traffic.wire).value();
     if (!scatters) {
       done(nccl_.AllReduce(data, data, n_elements, type, traffic.op, comm_, queue_->stream()), "reduce a bucket");
       return;

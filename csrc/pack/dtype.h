@@ -45,29 +45,43 @@ struct [[gnu::packed, gnu::may_alias]] Packed {
   T value;
 };
 
-static inline size_t item_bytes(DType dtype) {
+// Calls `function` with a value of the type of such elements. Those of kBool are bytes.
+template <class Function>
+static inline auto with_type(DType dtype, Function function) {
   switch (dtype) {
     case DType::kBool:
-    case DType::kInt8:
     case DType::kUInt8:
-      return 1;
+      return function(uint8_t{});
+    case DType::kInt8:
+      return function(int8_t{});
     case DType::kInt16:
+      return function(int16_t{});
     case DType::kUInt16:
-    case DType::kFloat16:
-    case DType::kBFloat16:
-      return 2;
+      return function(uint16_t{});
     case DType::kInt32:
+      return function(int32_t{});
     case DType::kUInt32:
-    case DType::kFloat32:
-      return 4;
+      return function(uint32_t{});
     case DType::kInt64:
+      return function(int64_t{});
     case DType::kUInt64:
+      return function(uint64_t{});
+    case DType::kFloat16:
+      return function(Half{});
+    case DType::kBFloat16:
+      return function(BFloat16{});
+    case DType::kFloat32:
+      return function(float{});
     case DType::kFloat64:
-      return 8;
+      return function(double{});
     case DType::kLongDouble:
-      return sizeof(long double);
+      return function(0.0L);
   }
   throw std::logic_error("unknown dtype");
+}
+
+static inline size_t item_bytes(DType dtype) {
+  return with_type(dtype, [](auto element) { return sizeof(element); });
 }
 
 static inline const char* dtype_name(DType dtype) {

@@ -143,39 +143,9 @@ NonFinite count_non_finite(const TensorRef& tensor) {
 }
 
 Difference difference(const TensorRef& mine, const TensorRef& theirs) {
-  const void* a = mine.address;
-  const void* b = theirs.address;
-  const size_t n = mine.n_elements;
-  switch (mine.dtype) {
-    case DType::kBool:
-    case DType::kUInt8:
-      return between<uint8_t>(a, b, n);
-    case DType::kInt8:
-      return between<int8_t>(a, b, n);
-    case DType::kInt16:
-      return between<int16_t>(a, b, n);
-    case DType::kUInt16:
-      return between<uint16_t>(a, b, n);
-    case DType::kInt32:
-      return between<int32_t>(a, b, n);
-    case DType::kUInt32:
-      return between<uint32_t>(a, b, n);
-    case DType::kInt64:
-      return between<int64_t>(a, b, n);
-    case DType::kUInt64:
-      return between<uint64_t>(a, b, n);
-    case DType::kFloat16:
-      return between<Half>(a, b, n);
-    case DType::kBFloat16:
-      return between<BFloat16>(a, b, n);
-    case DType::kFloat32:
-      return between<float>(a, b, n);
-    case DType::kFloat64:
-      return between<double>(a, b, n);
-    case DType::kLongDouble:
-      return between<long double>(a, b, n);
-  }
-  return {};
+  return with_type(mine.dtype, [&](auto element) {
+    return between<decltype(element)>(mine.address, theirs.address, mine.n_elements);
+  });
 }
 
 }  // namespace horo

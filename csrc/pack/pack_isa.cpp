@@ -946,6 +946,31 @@ const Kernels* real(Wire wire, Op op) {
   return uncompressed<T, T>(op);
 }
 
+template <class T>
+const Kernels* kernels_for(Wire wire, Op op) {
+  if constexpr (std::is_integral_v<T>) return integer<T>(op);
+  else return real<T>(wire, op);
+}
+
+// What is sent between hosts are sums, which may be larger than binary16 can hold.
+template <>
+const Kernels* kernels_for<Half>(Wire wire, Op op) {
+  if (wire == Wire::kBetweenHosts) {
+    return plain<Half, float, float, Op::kSum, Op::kMin, Op::kMax, Op::kProduct>(summed(op));
+  }
+  return wire == Wire::kNone || op == Op::kProduct ? uncompressed<Half, float>(op) : scaled_half<Half>(op);
+}
+
+template <>
+const Kernels* kernels_for<BFloat16>(Wire, Op op) {
+  return uncompressed<BFloat16, float>(op);
+}
+
+template <>
+const Kernels* kernels_for<long double>(Wire, Op op) {
+  return uncompressed<long double, long double>(op);
+}
+
 }  // namespace
 
 const Kernels* select(DType dtype, Wire wire, Op op) {
@@ -956,44 +981,12 @@ const Kernels* select(DType dtype, Wire wire, Op op) {
     if (summed(op) == Op::kSum && dtype == DType::kFloat64) return quantized<double>(wire);
     wire = Wire::kBetweenHosts;
   }
-  switch (dtype) {
-    case DType::kBool:
-      if (op == Op::kAverage || op == Op::kWeightedAverage) return nullptr;
-      if (op == Op::kSum) op = Op::kMax;
-      if (op == Op::kProduct) op = Op::kMin;
-      return integer<uint8_t>(op);
-    case DType::kInt8:
-      return integer<int8_t>(op);
-    case DType::kUInt8:
-      return integer<uint8_t>(op);
-    case DType::kInt16:
-      return integer<int16_t>(op);
-    case DType::kUInt16:
-      return integer<uint16_t>(op);
-    case DType::kInt32:
-      return integer<int32_t>(op);
-    case DType::kUInt32:
-      return integer<uint32_t>(op);
-    case DType::kInt64:
-      return integer<int64_t>(op);
-    case DType::kUInt64:
-      return integer<uint64_t>(op);
-    case DType::kFloat16:
-      // What is sent between hosts are sums, which may be larger than binary16 can hold.
-      if (wire == Wire::kBetweenHosts) {
-        return plain<Half, float, float, Op::kSum, Op::kMin, Op::kMax, Op::kProduct>(summed(op));
-      }
-      return wire == Wire::kNone || op == Op::kProduct ? uncompressed<Half, float>(op) : scaled_half<Half>(op);
-    case DType::kBFloat16:
-      return uncompressed<BFloat16, float>(op);
-    case DType::kFloat32:
-      return real<float>(wire, op);
-    case DType::kFloat64:
-      return real<double>(wire, op);
-    case DType::kLongDouble:
-      return uncompressed<long double, long double>(op);
+  if (dtype == DType::kBool) {
+    if (op == Op::kAverage || op == Op::kWeightedAverage) return nullptr;
+    if (op == Op::kSum) op = Op::kMax;
+    if (op == Op::kProduct) op = Op::kMin;
   }
-  return nullptr;
+  return with_type(dtype, [&](auto element) { return kernels_for<decltype(element)>(wire, op); });
 }
 
 void copy_bytes(void* to, const void* from, size_t n_bytes, Stores stores) { write(to, from, n_bytes, stores); }

@@ -14,41 +14,6 @@
 
 namespace horo {
 
-// Calls `call` with a value of the type that elements of `dtype` have in memory.
-template <class Call>
-auto with_type(DType dtype, Call call) {
-  switch (dtype) {
-    case DType::kBool:
-      return call(bool{});
-    case DType::kInt8:
-      return call(int8_t{});
-    case DType::kUInt8:
-      return call(uint8_t{});
-    case DType::kInt16:
-      return call(int16_t{});
-    case DType::kUInt16:
-      return call(uint16_t{});
-    case DType::kInt32:
-      return call(int32_t{});
-    case DType::kUInt32:
-      return call(uint32_t{});
-    case DType::kInt64:
-      return call(int64_t{});
-    case DType::kUInt64:
-      return call(uint64_t{});
-    case DType::kFloat16:
-      return call(Half{});
-    case DType::kBFloat16:
-      return call(BFloat16{});
-    case DType::kFloat32:
-      return call(float{});
-    case DType::kFloat64:
-      return call(double{});
-    default:
-      return call((long double){});
-  }
-}
-
 // One of these is used, depending on the dtype.
 struct Number {
   __int128 integer = 0;
@@ -57,7 +22,6 @@ struct Number {
 
 // Elements may be at any address.
 inline Number number_at(DType dtype, const uint8_t* at) {
-  if (dtype == DType::kBool) return {*at, 0};  // not every byte is a bool
   return with_type(dtype, [at](auto value) -> Number {
     std::memcpy(&value, at, sizeof(value));
     if constexpr (std::is_same_v<decltype(value), Half>) return {0, float_of_half(value.bits)};
@@ -76,7 +40,7 @@ inline void put_random(DType dtype, Op op, std::mt19937& random, uint8_t* at) {
     if constexpr (std::is_same_v<T, Half>) value.bits = half_bits(static_cast<float>(whole));
     else if constexpr (std::is_same_v<T, BFloat16>) value.bits = bfloat16_bits(static_cast<float>(whole));
     else if constexpr (std::is_floating_point_v<T>) value = static_cast<T>(whole);
-    else if constexpr (std::is_same_v<T, bool>) value = random() % 2 != 0;
+    else if (dtype == DType::kBool) value = random() % 2;
     else value = static_cast<T>(uint64_t{random()} << 32 | random());
     std::memcpy(at, &value, sizeof(value));
   });
@@ -106,7 +70,7 @@ inline bool is_reduction(DType dtype, Op op, Wire wire, const std::vector<Number
         value = r == 0 ? (kInteger ? static_cast<Wide>(all[r].integer) : static_cast<Wide>(all[r].real)) : next;
       } else value += weight * next;
     }
-    if constexpr (std::is_same_v<T, bool>) return (got.integer != 0) == (value != 0);
+    if (dtype == DType::kBool) return (got.integer != 0) == (value != 0);
     const bool average = weighted || op == Op::kAverage;
     if (average) value /= divisor;
     if constexpr (kInteger) return static_cast<T>(got.integer) == static_cast<T>(value);
