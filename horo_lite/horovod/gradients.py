@@ -73,7 +73,7 @@ class GradientAverager:
     def register_local(self, variables: Iterable[Any]) -> None:
         """Do not average the gradients of these variables."""
         for variable in variables:
-            self._local[id(_identity(variable))] = variable  # kept alive, so its id stays unique
+            self._local[id(identity(variable))] = variable  # kept alive, so its id stays unique
 
     def __call__(
         self,
@@ -95,7 +95,7 @@ class GradientAverager:
         options = self._transform.options
         if group_of_member(options.group) is None:
             return results
-        averaged = [i for i, v in enumerate(variables) if id(_identity(v)) not in self._local]
+        averaged = [i for i, v in enumerate(variables) if id(identity(v)) not in self._local]
         if self._scale_local and len(averaged) < len(results):
             n_ranks = options.ranks.size
             for i in {*range(len(results))}.difference(averaged):
@@ -128,7 +128,7 @@ def scaled(gradient: Any, factor: float) -> Any:
     return gradient * factor
 
 
-def _identity(variable: Any) -> Any:
+def identity(variable: Any) -> Any:
     """Return an object that identifies a variable: for Keras on TensorFlow, the tf.Variable inside.
 
     A tape accepts either of the two. On JAX, variables get a new array with every step.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from importlib import import_module
 from typing import Any, NamedTuple, cast
 
@@ -15,8 +17,14 @@ from horo_lite.adapters.tensorflow import array_of
 from horo_lite.collectives.compression import Compression
 from horo_lite.collectives.group import Group
 from horo_lite.collectives.reductions import AnyOp, Average
-from horo_lite.horovod.gradients import GradientAverager, options_of
-from horo_lite.horovod.process_sets import Set, global_process_set, ranks_given, root_given
+from horo_lite.horovod.gradients import GradientAverager, identity, options_of
+from horo_lite.horovod.process_sets import (
+    Set,
+    global_process_set,
+    group_of_member,
+    ranks_given,
+    root_given,
+)
 from horo_lite.tensorflow.errors import raised_as_tensorflows
 from horo_lite.tensorflow.operations import (
     Array,
@@ -149,6 +157,16 @@ class Transform(transform.Transform):
         return results
 
 
+class _Kept(NamedTuple):
+    """What averages the gradients of some variables, in every step."""
+
+    variables: list[weakref.ref[Any]]
+    transform: Transform
+
+
+_MOST_KEPT = 8  # for each group: a program may make variables in every step
+
+
 class DistributedGradientTape:
     """A tf.GradientTape whose `gradient()` returns the averages over all ranks.
 
@@ -205,17 +223,17 @@ class DistributedGradientTape:
         options = options_of(
             op, compression, process_set, group, gradient_predivide_factor, num_groups, groups
         )
-        # Ranks may trace a function, and so make a tape, at different times: it is not counted.
-        title = None if tf.executing_eagerly() else "gradients of a tape in tf.function"
-        self._transform = Transform(options, sparse_as_dense, title)
-        self._averager = GradientAverager(self._transform, scale_local_gradients)
+        self._options = options
+        self._sparse_as_dense = sparse_as_dense
+        self._local: list[Any] = []
+        self._scale_local = scale_local_gradients
 
     def register_local_source(self, source: Any) -> None:
         """Do not exchange the gradient of this variable.
 
         The gradient is divided by the number of ranks unless scale_local_gradients=False.
         """
-        self._averager.register_local([source])
+        self._local.append(source)
 
     @as_it_is
     def gradient(
@@ -250,10 +268,35 @@ class DistributedGradientTape:
             f"sources[{i}]" if use_generic_names else _name(source, i)
             for i, source in enumerate(variables)
         ]
-        # Nothing is compared, since ranks may make tapes, which count, at different times.
+        averager = GradientAverager(self._transform_of(variables), self._scale_local)
+        averager.register_local(self._local)
         found = tf.nest.flatten(gradients)
-        averages = self._averager(variables, names, found, weight, values=())
+        averages = averager(variables, names, found, weight)
         return tf.nest.pack_sequence_as(gradients, averages)
+
+    def _transform_of(self, sources: Sequence[Any]) -> Transform:
+        """Return what averages the gradients of these sources in all steps, for each its own tape.
+
+        Variables are known by their identity, since two models may have some of the same names.
+        Tensors exist in one step only, so nothing is kept for them, or compared.
+        """
+        options, as_dense = self._options, self._sparse_as_dense
+        # Ranks may trace a function at different times, so it has no number.
+        title = "gradients of a tape"
+        own = [identity(source) for source in sources]
+        are_variables = all(hasattr(source, "assign") for source in own)
+        if not are_variables or group_of_member(options.group) is None:
+            return Transform(replace(options, check_every=0), as_dense, title)
+        known: dict[Any, _Kept] = options.ranks.kept.setdefault(_Kept, {})
+        factor = options.gradient_predivide_factor
+        key = (tuple(map(id, own)), options.op, options.compression, factor, as_dense)
+        kept = known.get(key)
+        if kept is None or any(ref() is not x for ref, x in zip(kept.variables, own, strict=True)):
+            if len(known) == _MOST_KEPT:
+                known.clear()
+            kept = _Kept([weakref.ref(x) for x in own], Transform(options, as_dense, title))
+            known[key] = kept
+        return kept.transform
 
     def __enter__(self) -> DistributedGradientTape:
         self._tape.__enter__()

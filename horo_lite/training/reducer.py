@@ -125,6 +125,7 @@ class Common(NamedTuple):
     findings: dict[int, Finding | None]
     all_are_here: bool  # no rank has joined
     is_first: bool  # for every rank
+    some_begin: bool  # it is the first of some rank's reducer, if this is compared
     warnings: Sequence[str] = ()  # about what the ranks begin with
 
 
@@ -456,7 +457,8 @@ class Reducer:
         arrays, copied = own.arrays, own.copied
         if self._compares_later() and self._follow(mine, arrays, copied):
             self._record(arrays)
-            return Common(mine, 0, dict.fromkeys(self.group.transport.ranks, note), {}, True, False)
+            notes = dict.fromkeys(self.group.transport.ranks, note)
+            return Common(mine, 0, notes, {}, True, False, False)
         common = self._agree(self._offer(mine, note, numbers))
         plan, n_begun = common.plan, common.n_begun
         if common.is_first and not n_begun:
@@ -749,7 +751,8 @@ class Reducer:
         findings = {ranks[r]: mine.finding for r in here}
         n_begun = max(numbers[r] % _MOST_BUCKETS for r in here)
         notes = dict.fromkeys(ranks, mine.note)
-        return Common(mine.plan, n_begun, notes, findings, all_are_here, mine.is_first)
+        first = mine.is_first
+        return Common(mine.plan, n_begun, notes, findings, all_are_here, first, first)
 
     def _settle(self, mine: Offer, here: Sequence[int]) -> Common:
         """Agree with the other ranks `here`, whose plans differ, if that is possible."""
@@ -795,8 +798,8 @@ class Reducer:
             raise
         notes = {rank: offer.note for rank, offer in zip(ranks, offers, strict=True)}
         findings = {rank: offer.finding for rank, offer in zip(ranks, offers, strict=True)}
-        is_first = all(offer.is_first for offer in offers)
-        return Common(plan, n_begun, notes, findings, False, is_first)
+        firsts = [offer.is_first for offer in offers]
+        return Common(plan, n_begun, notes, findings, False, all(firsts), any(firsts))
 
     def _join_attempts(self, attempts: Sequence[int], here: Sequence[int]) -> None:
         """Continue with one attempt, from its beginning; MismatchError if gradients were mixed."""

@@ -60,17 +60,19 @@ class Transform:
     ) -> list[Any]:
         if is_traced(gradients):
             return self._inside_jit(names, gradients, weight, compared)
-        is_first = self._reducer is None or self._ranks is not self.options.ranks
         reducer = self._bound(names)
-        if compared is not None and not is_first:
-            self._drift.stepped(compared, reducer.group)
         reducer.weight = weight
         reducer.known_parameters = compared
         self._adapter.like = next((g for g in gradients if g is not None), like)
         try:
             for slot, gradient in zip(self._slots, gradients, strict=True):
                 slot.grad = gradient
-            self._notes = reducer.finish(self._note).notes
+            common = reducer.finish(self._note)
+            self._notes = common.notes
+            if common.some_begin:
+                self._drift.reset_counts()
+            elif compared is not None:
+                self._drift.stepped(compared, reducer.group)
             return [slot.grad for slot in self._slots]
         finally:
             self._adapter.like = reducer.known_parameters = None

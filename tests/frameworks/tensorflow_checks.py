@@ -266,8 +266,8 @@ def check_indexed_slices(made: Maker) -> None:
 def check_indexed_slices_of_integers(made: Maker) -> None:
     """Sums are exact; averages are floats, as Horovod's, so that halves of equal rows add up."""
     rows_of_all = [[2**53 + 1, -3], [2**62 + 2 * RANK + 1, 7]]
-    transform = hvd.DistributedGradientTape(tf.GradientTape(), op=hvd.Sum)._transform
-    dividing = hvd.DistributedGradientTape(tf.GradientTape())._transform
+    transform = hvd.DistributedGradientTape(tf.GradientTape(), op=hvd.Sum)._transform_of([])
+    dividing = hvd.DistributedGradientTape(tf.GradientTape())._transform_of([])
 
     def reduced(rows: Any) -> Any:
         slices = tf.IndexedSlices(rows, tf.constant([0, RANK]), tf.constant([SIZE, 2]))
@@ -488,7 +488,7 @@ def check_only_sparse_gradients(made: Maker) -> None:
     weight = float(RANK)
     rows = tf.fill([2, 3], np.float32("nan") if weight == 0 else np.float32(SIZE))
     slices = tf.IndexedSlices(rows, tf.constant([RANK, 7]), tf.constant([9, 3]))
-    transform = hvd.DistributedGradientTape(tf.GradientTape())._transform
+    transform = hvd.DistributedGradientTape(tf.GradientTape())._transform_of([])
 
     def averaged(values: Any) -> Any:
         own = tf.IndexedSlices(values, slices.indices, slices.dense_shape)
@@ -588,6 +588,31 @@ def check_embeddings_with_keras_optimizers(made: Maker) -> None:
         hvd.check_in_sync(nets[0])
         for a, b in zip(*(net.get_weights() for net in nets), strict=True):
             np.testing.assert_allclose(a, b, **CLOSE)
+
+
+def check_what_a_tape_knows_lasts_for_all_steps(made: Maker) -> None:
+    """A loop makes a tape in every step, and some ranks may trace a function again."""
+    w = tf.Variable(np.full(3, float(RANK)), name="w")
+
+    def step(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(w * x)
+        return hvd.DistributedGradientTape(tape).gradient(loss, [w])
+
+    step = made(step)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for k in range(12):
+            step(tf.ones(1 if k > 4 and RANK == 0 else 3, tf.float64))
+    told = [str(one.message) for one in seen if issubclass(one.category, RuntimeWarning)]
+    if RANK or SIZE == 1:
+        assert not told, told
+    else:
+        same, different = told
+        assert "all gradients are the same" in same
+        assert "(gradients of a tape)" in same
+        assert "'w:0'" in different
+        assert "after step 10" in different, different
 
 
 def check_persistent_tape(made: Maker) -> None:
@@ -946,8 +971,8 @@ def check_a_graph_does_not_see_its_tensors_change() -> None:
     def before_and_after(x: Any) -> Any:
         doubled = x * 2
         averaged = hvd.allreduce(doubled)
-        gathered = hvd.DistributedGradientTape(tf.GradientTape())._transform(["x"], [doubled])
-        return doubled, averaged, gathered[0]
+        transform = hvd.DistributedGradientTape(tf.GradientTape())._transform_of([])
+        return doubled, averaged, transform(["x"], [doubled])[0]
 
     doubled, averaged, through = before_and_after(tf.fill([1000], RANK + 1.0))
     assert (doubled.numpy() == 2 * (RANK + 1)).all()

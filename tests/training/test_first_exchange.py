@@ -253,6 +253,29 @@ def test_a_rank_that_begins_anew_compares_nothing_with_the_others() -> None:
     assert not warned
 
 
+def test_all_count_anew_to_the_next_comparison_if_one_begins_anew() -> None:
+    """Otherwise one would compare parameters while the others exchange gradients."""
+
+    def run(group: Group) -> None:
+        def made() -> Transform:
+            return Transform(Options(group=group), title="gradients of a model")
+
+        def parameters() -> list[tuple[str, Any]]:
+            return [("w", np.full(2, float(group.rank)))]
+
+        transform = made()
+        for step in range(17):
+            if step == 5 and group.rank == 1:
+                transform = made()
+            (average,) = transform(
+                ["w"], [np.full(2, 1.0 * step + group.rank)], compared=parameters
+            )
+            np.testing.assert_array_equal(average, [step + 0.5] * 2)
+
+    _, (text,) = run_and_hear(2, run)
+    assert "'w'" in text, text
+
+
 def test_ranks_that_have_joined_are_not_the_same() -> None:
     def run(group: Group) -> None:
         if group.rank == 0:
