@@ -157,16 +157,6 @@ class Transform(transform.Transform):
         return results
 
 
-class _Kept(NamedTuple):
-    """What averages the gradients of some variables, in every step."""
-
-    variables: list[weakref.ref[Any]]
-    transform: Transform
-
-
-_MOST_KEPT = 8  # for each group: a program may make variables in every step
-
-
 class DistributedGradientTape:
     """A tf.GradientTape whose `gradient()` returns the averages over all ranks.
 
@@ -287,16 +277,17 @@ class DistributedGradientTape:
         are_variables = all(hasattr(source, "assign") for source in own)
         if not are_variables or group_of_member(options.group) is None:
             return Transform(replace(options, check_every=0), as_dense, title)
-        known: dict[Any, _Kept] = options.ranks.kept.setdefault(_Kept, {})
+        kept = options.ranks.kept.setdefault("tapes", {})
         factor = options.gradient_predivide_factor
         key = (tuple(map(id, own)), options.op, options.compression, factor, as_dense)
-        kept = known.get(key)
-        if kept is None or any(ref() is not x for ref, x in zip(kept.variables, own, strict=True)):
-            if len(known) == _MOST_KEPT:
-                known.clear()
-            kept = _Kept([weakref.ref(x) for x in own], Transform(options, as_dense, title))
-            known[key] = kept
-        return kept.transform
+        if key not in kept:
+
+            def forget(_: Any) -> None:
+                kept.pop(key, None)
+
+            kept[key] = Transform(options, as_dense, title), [weakref.ref(x, forget) for x in own]
+        transform: Transform = kept[key][0]
+        return transform
 
     def __enter__(self) -> DistributedGradientTape:
         self._tape.__enter__()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import pickle
 import sys
@@ -613,6 +614,21 @@ def check_what_a_tape_knows_lasts_for_all_steps(made: Maker) -> None:
         assert "(gradients of a tape)" in same
         assert "'w:0'" in different
         assert "after step 10" in different, different
+
+
+def check_what_a_tape_knows_ends_with_its_variables() -> None:
+    kept = world.group.kept.setdefault("tapes", {})
+    gc.collect()
+    n_kept = len(kept)
+    for _ in range(3):
+        x = tf.Variable([1.0])
+        with tf.GradientTape() as tape:
+            loss = x * (RANK + 1)
+        hvd.DistributedGradientTape(tape).gradient(loss, [x])
+        assert len(kept) == n_kept + 1
+        del x, tape, loss
+        gc.collect()
+        assert len(kept) == n_kept
 
 
 def check_persistent_tape(made: Maker) -> None:

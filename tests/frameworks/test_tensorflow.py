@@ -21,7 +21,7 @@ QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "KERAS_BACKEND": "tensorflow"}
 def test_tape_and_operations(size: int) -> None:
     checks = FOLDER / "tensorflow_checks.py"
     result = run_ranks(checks, size, env=QUIET, timeout_s=LIMIT_S).check()
-    assert result.stdout.count(f"{size} ranks: check_") == 28, result
+    assert result.stdout.count(f"{size} ranks: check_") == 29, result
 
 
 def test_gradients_of_operations_on_four_ranks() -> None:
