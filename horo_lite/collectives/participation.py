@@ -32,7 +32,7 @@ def neutral(spec: ArraySpec, op: str = "sum") -> Array:
     """Return an array of that dtype and shape which does not change the result of the others."""
     name, shape = spec
     torch = sys.modules.get("torch")
-    if name.startswith(("bfloat16", "float8_")) and torch is not None:  # unknown to NumPy
+    if torch is not None and hasattr(torch, name) and name not in np.sctypeDict:  # unknown to NumPy
         value, dtype = _neutral(op, -np.inf, np.inf), getattr(torch, name)
         return torch.full(shape, value, dtype=dtype, device="cpu")
     if name.startswith(("bfloat16", "float8_")):
