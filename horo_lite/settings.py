@@ -20,19 +20,9 @@ from typing import Any, NamedTuple
 class Settings:
     """The settings of a world, read once by `init()` from its arguments and the environment.
 
+    See `init()` for those that are its arguments.
+
     Attributes:
-        rank: This rank's number, if neither MPI nor torchrun started it.
-        size: The number of ranks, likewise.
-        address: "host:port" of the store through which such ranks find each other.
-        start_timeout_s: Seconds within which such ranks must call `init()`.
-        device: "cpu", "cuda" or like "cuda:1"; None for a GPU if there is one.
-        threads: Threads of BLAS and OpenMP; None for this rank's share of the host's cores.
-        binding: "auto" or "keep".
-        slot_stores: "auto", "cached" or "streaming".
-        overlap: "auto", "always" or "never".
-        test_hosts: Sizes of simulated hosts; None for the real ones.
-        stall_warn_s: Seconds after which a wait is reported; 0 for never.
-        stall_abort_s: Seconds after which a wait raises StallError; 0 for never.
         timeline: The file for a trace of the ranks' operations.
         problem: Why a value is invalid; "" if all are valid. It is raised on every rank, after
             these have found each other.

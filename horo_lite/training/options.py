@@ -37,30 +37,11 @@ if TYPE_CHECKING:
 class Options:
     """Options that must be the same on every rank.
 
-    The last eight are those of PyTorch's API, most of them Horovod's.
+    See `horo_lite.torch.DistributedOptimizer` for all others, of which not every framework has all.
 
     Attributes:
-        op: Average or Sum; Adasum with `takes_adasum`.
-        compression: The wire format; `Compression.fp16` halves the bytes.
         group: The ranks: a Group, or a `ProcessSet`, which is looked up in the current world; None
             for all of its ranks.
-        bucket_bytes: Size of the buckets in which gradients travel, on the wire; None for
-            HORO_LITE_BUCKET_BYTES or 25 MiB.
-        backward_passes_per_step: How many passes add to the gradients before they travel.
-        check_every: How many steps to take between comparisons of parameters; None for
-            HORO_LITE_CHECK_EVERY, 0 for never.
-        on_drift: What to do if parameters differ: "raise", "warn" or "heal".
-        check_finite: "raise" or "warn" if a gradient contains NaN or inf; None for no check.
-        gradient_predivide_factor: Divides gradients before they are added up, and multiplies the
-            average.
-        num_groups: The number of groups of neighbouring parameters that travel together.
-        groups: The same, or lists of parameters that travel together.
-        sparse_as_dense: Whether sparse gradients are exchanged as dense ones.
-        gradient_as_bucket_view: Whether gradients are in memory shared by the ranks of a host.
-        shard_state: Whether each rank has the optimizer's state of a share of the parameters only:
-            True if the optimizer is known, else "elements" or "parameters", what it updates
-            independently of each other.
-        adasum_of: What op=Adasum combines: "steps" or "gradients".
         takes_adasum: Whether `op` may be Adasum.
     """
 

@@ -45,7 +45,6 @@ class Transform:
         self._adapter = _SlotAdapter(copies)
         self._slots: list[_Slot] = []
         self._reducer: Reducer | None = None
-        self._ranks: Any = None  # for which the reducer was made
         self._note = ""  # for the other ranks
         self._notes: dict[int, str] = {}  # those of all ranks
         self._drift = DriftCheck(options.check_every, options.on_drift)
@@ -84,8 +83,7 @@ class Transform:
             self._slots = [_Slot(name) for name in names]
         named = [(slot.name, slot) for slot in self._slots]
         ranks = self.options.ranks
-        if self._reducer is None or self._ranks is not ranks:
-            self._ranks = ranks
+        if self._reducer is None or self._reducer.group is not ranks:
             self._drift.reset_counts()
             ranks.counting.add(self._drift)
             self._reducer = self.options.reducer(
