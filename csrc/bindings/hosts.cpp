@@ -64,26 +64,12 @@ class PythonTransfer : public Transfer {
   Shared done_;
 };
 
-class PythonPointToPoint : public PointToPoint {
- public:
-  PythonPointToPoint(Start start, size_t largest_message) : start_(shared(start)), largest_message_(largest_message) {}
-  size_t largest_message() const override { return largest_message_; }
-  std::unique_ptr<Transfer> begin(const std::vector<Message>& receive, const std::vector<Message>& send) override {
-    return in_python([&] {
-      const nb::object done = nb::handle(start_.get())(tuples(receive), tuples(send));
-      return std::make_unique<PythonTransfer>(shared(done));
-    });
-  }
-
- private:
-  Shared start_;
-  size_t largest_message_;
-};
-
 // A Python object with the methods of carrier.py's Carrier.
 class PythonCarrier : public Carrier {
  public:
-  PythonCarrier(Start start, AllGather allgather) : start_(shared(start)), allgather_(shared(allgather)) {}
+  PythonCarrier(Start start, AllGather allgather, size_t largest_message)
+      : start_(shared(start)), allgather_(shared(allgather)), largest_message_(largest_message) {}
+  size_t largest_message() const override { return largest_message_; }
   std::unique_ptr<Transfer> begin(const std::vector<Message>& receive, const std::vector<Message>& send) override {
     return in_python([&] {
       const nb::object done = nb::handle(start_.get())(tuples(receive), tuples(send));
@@ -101,6 +87,7 @@ class PythonCarrier : public Carrier {
  private:
   Shared start_;
   Shared allgather_;
+  size_t largest_message_;
 };
 
 // A Python object with the methods of carrier.py's Channel.
@@ -249,22 +236,16 @@ void bind_hosts(nb::module_& m) {
           },
           "Return whether all of it is complete, without waiting; bytes may move only in these calls.");
 
-  nb::class_<PointToPoint>(m, "PointToPoint", "Messages between ranks of different hosts.")
-      .def_static(
-          "calling",
-          [](Start start, std::optional<size_t> largest_message) {
-            return std::shared_ptr<PointToPoint>(
-                std::make_shared<PythonPointToPoint>(start, largest_message.value_or(SIZE_MAX)));
-          },
-          "start"_a, "largest_message"_a = nb::none());
+  nb::class_<PointToPoint>(m, "PointToPoint", "Messages between ranks of different hosts.");
 
   nb::class_<Carrier, PointToPoint>(m, "Carrier", "Carries bytes between ranks of different hosts.")
       .def_static(
           "made_of",
-          [](Start start, AllGather allgather) {
-            return std::shared_ptr<Carrier>(std::make_shared<PythonCarrier>(start, allgather));
+          [](Start start, AllGather allgather, std::optional<size_t> largest_message) {
+            return std::shared_ptr<Carrier>(
+                std::make_shared<PythonCarrier>(start, allgather, largest_message.value_or(SIZE_MAX)));
           },
-          "start"_a, "allgather"_a);
+          "start"_a, "allgather"_a, "largest_message"_a = nb::none());
 
   nb::class_<ControlChannel>(m, "ControlChannel", "Short messages between ranks of different hosts.")
       .def_static(

@@ -26,6 +26,16 @@ import scaling
 pytestmark = pytest.mark.timeout(60)
 
 Messages = Sequence[tuple[int, int, int, int]]
+Start = Callable[[Messages, Messages], Callable[[], bool]]
+
+
+def carrier(start: Start, largest_message: int | None = None) -> _native.Carrier:
+    """Return one whose messages `start` carries; these operations need no all-gather."""
+
+    def allgather(mine: int, n_bytes: int, everyone: int) -> Callable[[], bool]:
+        raise NotImplementedError
+
+    return _native.Carrier.made_of(start, allgather, largest_message)
 
 
 class Delivery:
@@ -53,7 +63,7 @@ class Network:
         self.n_bytes = defaultdict[tuple[int, int], int](int)
         self.n_messages = defaultdict[int, int](int)
 
-    def start(self, rank: int) -> Callable[[Messages, Messages], Callable[[], bool]]:
+    def start(self, rank: int) -> Start:
         def start(receive: Messages, send: Messages) -> Callable[[], bool]:
             started: list[Delivery] = []
             with self._lock:
@@ -135,7 +145,7 @@ class World:
             self._memory.append(np.full(n_bytes + 64, 0xEE, np.uint8))
             address = -(-self._memory[-1].ctypes.data // 64) * 64
             for rank, group in zip(ranks, _native.thread_group(len(ranks)), strict=True):
-                messages = _native.PointToPoint.calling(self.network.start(rank), largest_message)
+                messages = carrier(self.network.start(rank), largest_message)
                 self.groups[rank] = group
                 memory = group, messages, self.hosts, here, address
                 self.allreduces[rank] = _native.HostsAllreduce(*memory)
@@ -414,7 +424,7 @@ class OneOfMany:
         self.sent: dict[int, int] = dict.fromkeys(self.hosts[here], 0)
         self.allreduces = []
         for rank, group in zip(self.hosts[here], _native.thread_group(n_ranks), strict=True):
-            messages = _native.PointToPoint.calling(self._starter(rank))
+            messages = carrier(self._starter(rank))
             self.allreduces.append(
                 _native.HostsAllreduce(group, messages, self.hosts, here, address)
             )
@@ -521,9 +531,7 @@ def test_a_message_that_cannot_be_sent_raises() -> None:
 
     (group,) = _native.thread_group(1)
     memory = np.zeros(_native.HostsAllreduce.memory_bytes([[0], [1]], 0), np.uint8)
-    allreduce = _native.HostsAllreduce(
-        group, _native.PointToPoint.calling(start), [[0], [1]], 0, memory.ctypes.data
-    )
+    allreduce = _native.HostsAllreduce(group, carrier(start), [[0], [1]], 0, memory.ctypes.data)
     tensors = _native.Tensors([np.ones(3, np.float32)], writable=True)
     layout = _native.WireLayout(tensors, "sum", "none", allreduce.window_bytes, allreduce.n_shares)
     with pytest.raises(BrokenError):
