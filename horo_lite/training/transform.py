@@ -48,6 +48,7 @@ class Transform:
         self._note = ""  # for the other ranks
         self._notes: dict[int, str] = {}  # those of all ranks
         self._drift = DriftCheck(options.check_every, options.on_drift)
+        self._n_calls = 0  # that have ended
 
     def __call__(
         self,
@@ -70,8 +71,10 @@ class Transform:
             self._notes = common.notes
             if common.some_begin:
                 self._drift.reset_counts()
+                self._drift.n_steps = self._n_calls
             elif compared is not None:
                 self._drift.stepped(compared, reducer.group)
+            self._n_calls += 1
             return [slot.grad for slot in self._slots]
         finally:
             self._adapter.like = reducer.known_parameters = None

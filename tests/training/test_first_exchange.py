@@ -274,6 +274,7 @@ def test_all_count_anew_to_the_next_comparison_if_one_begins_anew() -> None:
 
     _, (text,) = run_and_hear(2, run)
     assert "'w'" in text, text
+    assert "after step 15" in text, text
 
 
 def test_ranks_that_have_joined_are_not_the_same() -> None:
