@@ -41,6 +41,20 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
+def pytest_pycollect_makemodule(module_path: Path) -> None:
+    """Before a file is imported that uses Hypothesis, turn off what fails on a busy machine.
+
+    Such a machine may pause an example for any time, and also how examples are drawn.
+    """
+    if "from hypothesis import" in module_path.read_text():
+        from hypothesis import HealthCheck, settings
+
+        settings.register_profile(
+            "busy", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+        )
+        settings.load_profile("busy")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """End the run immediately if HORO_LITE_TEST_MPI is wrong, before any test could seem to pass.
 

@@ -10,7 +10,7 @@ import numpy as np
 import oracle
 import pytest
 from checks import OP_OF, WIRES, digest
-from hypothesis import HealthCheck, assume, example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from launch import run_threads
@@ -20,7 +20,7 @@ import horo_lite as hvd
 from horo_lite import Average, Compression, Group, Sum, _native, ops
 
 # Every example starts threads: fewer examples than usual, without a time limit.
-law = settings(deadline=None, max_examples=80, suppress_health_check=list(HealthCheck))
+law = settings(max_examples=80)
 
 wires = st.sampled_from(["none", "fp16", "bf16"])
 sizes = st.integers(1, 5)
@@ -201,7 +201,7 @@ def test_an_axis_of_extent_one_takes_no_step_whatever_its_stride() -> None:
     assert _native.Tensors([a, b]).overlaps() == [(0, 1, 0, False)]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(data=st.data())
 def test_overlaps_are_those_that_numpy_finds(data: st.DataObject) -> None:
     """Of views of one memory, with any steps, and of arrays with their own strides."""

@@ -163,7 +163,7 @@ def test_the_bound_by_hand() -> None:
     np.testing.assert_allclose(oracle.wire_bound(opposite, "none"), 2 * 2.0**-24, rtol=0.01)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     st.lists(
         st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=5, max_size=5),

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from horo_lite.training.data import DistributedSampler, partition_dataset
@@ -29,7 +29,6 @@ def visits(n: int, size: int, epoch: int = 0, **options: Any) -> list[list[int]]
     return lists
 
 
-@settings(deadline=None)  # a busy machine may pause an example
 @given(n=st.integers(1, 200), size=SIZES, seed=SEEDS, epoch=EPOCHS, shuffle=st.booleans())
 def test_padded_sampler_visits_everything_equally_often(n, size, seed, epoch, shuffle):
     lists = visits(n, size, epoch, seed=seed, shuffle=shuffle)
@@ -42,7 +41,6 @@ def test_padded_sampler_visits_everything_equally_often(n, size, seed, epoch, sh
     assert counts.sum() - n < size
 
 
-@settings(deadline=None)  # a busy machine may pause an example
 @given(data=st.data(), size=SIZES, seed=SEEDS, epoch=EPOCHS, shuffle=st.booleans())
 def test_dropping_sampler_visits_nothing_twice(data, size, seed, epoch, shuffle):
     n = data.draw(st.integers(size, 200))
@@ -53,7 +51,6 @@ def test_dropping_sampler_visits_nothing_twice(data, size, seed, epoch, shuffle)
     assert set(together) <= set(range(n))
 
 
-@settings(deadline=None)  # a busy machine may pause an example
 @given(n=st.integers(1, 200), size=SIZES, seed=SEEDS, epoch=EPOCHS)
 def test_sampler_deals_one_permutation(n, size, seed, epoch):
     (whole,) = visits(n, 1, epoch, seed=seed)
@@ -150,7 +147,6 @@ def test_sampler_feeds_a_torch_data_loader():
     assert seen[0] != seen[1]
 
 
-@settings(deadline=None)  # a busy machine may pause an example
 @given(
     data=st.data(),
     n=st.integers(1, 150),

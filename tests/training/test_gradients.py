@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import oracle
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from launch import run_threads
 from worlds import script_on_ranks
@@ -20,7 +20,7 @@ from horo_lite import Average, Compression, Group, Max, MismatchError, Sum, grad
 from horo_lite import average_gradients as average
 from horo_lite.collectives import arrays as arrays_module
 
-law = settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
+law = settings(max_examples=40)
 
 
 class Pair(NamedTuple):

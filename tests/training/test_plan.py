@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from horo_lite.errors import MismatchError
@@ -69,7 +69,6 @@ def test_missing_and_shared_gradients_do_not_travel() -> None:
     assert plan().buckets == ()
 
 
-@settings(deadline=None)  # a busy machine may pause an example
 @given(
     sizes=st.lists(st.integers(0, 50), max_size=30),
     bucket_bytes=st.integers(1, 200),

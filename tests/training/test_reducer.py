@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from launch import RanksFailedError, run_threads
 from recording import Recording
@@ -86,7 +86,7 @@ def test_all_at_once(size: int, compression: Any) -> None:
     run_threads(size, rank)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     size=st.integers(1, 3),
     n=st.integers(1, 9),
@@ -643,7 +643,7 @@ def attempt_of(rank: int, i: int, step: int, attempt: int, scale: int = 1) -> An
     return scale * np.array([1.0, 1000.0]) * (i + 1 + 10 * rank + 100 * attempt + 1000 * step)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60)
 @given(data=st.data(), size=st.integers(2, 3), n=st.integers(1, 4), passes=st.integers(1, 2))
 def test_a_step_has_the_gradients_of_one_attempt_of_each_rank(
     data: st.DataObject, size: int, n: int, passes: int
