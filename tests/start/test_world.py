@@ -793,7 +793,8 @@ def test_a_signal_handlers_collective_is_refused_and_the_one_under_way_goes_on(h
 def test_a_signal_handler_shuts_down_while_the_call_waits_for_the_progress_thread() -> None:
     result = run_ranks(
         """
-        import signal, time
+        import os, signal, sys, threading, time, traceback
+        from pathlib import Path
         import numpy as np
         import horo_lite as hvd
 
@@ -801,6 +802,7 @@ def test_a_signal_handler_shuts_down_while_the_call_waits_for_the_progress_threa
             pass
 
         def interrupt(*_):
+            signal.signal(signal.SIGALRM, shut_down)
             raise Interrupted
 
         def shut_down(*_):
@@ -809,19 +811,35 @@ def test_a_signal_handler_shuts_down_while_the_call_waits_for_the_progress_threa
             except hvd.MismatchError as error:
                 print("rank 0:", str(error).partition(",")[0], flush=True)
 
-        world = hvd.init()
+        def until_in(function):
+            main = threading.main_thread().ident
+            while function not in str(traceback.extract_stack(sys._current_frames()[main])):
+                time.sleep(0.01)
+
+        def signal_in_calls():
+            until_in("synchronize")
+            while "the matching of" not in world.group.transport.label:
+                time.sleep(0.01)  # the progress thread has not announced that this rank waits
+            for function in ("synchronize", "barrier"):
+                until_in(function)
+                time.sleep(0.1)
+                os.kill(os.getpid(), signal.SIGALRM)
+            until_in("shutdown")
+            ends.touch()
+
+        world, ends = hvd.init(), Path("rank 0 ends")
         try:
             if world.rank == 1:
-                time.sleep(1)
+                while not ends.exists():
+                    time.sleep(0.01)
             else:
                 handle = hvd.allreduce_async(np.ones(1), name="a")
                 signal.signal(signal.SIGALRM, interrupt)
-                signal.setitimer(signal.ITIMER_REAL, 0.3)
                 try:
-                    hvd.synchronize(handle)  # the progress thread announces that this rank waits
+                    threading.Thread(target=signal_in_calls).start()
+                    hvd.synchronize(handle)
                 except Interrupted:
-                    signal.signal(signal.SIGALRM, shut_down)
-                    signal.setitimer(signal.ITIMER_REAL, 0.3)
+                    pass
             hvd.barrier()
         except hvd.HoroLiteError as error:
             print(f"rank {world.rank}:", str(error).partition(",")[0], flush=True)
