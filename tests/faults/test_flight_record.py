@@ -166,7 +166,7 @@ def test_the_others_do_not_end_the_job_before_it_is_written(by: str, tmp_path: P
         write = flight_record.write
 
         def slowly(*args):
-            time.sleep(3)
+            time.sleep(2)
             write(*args)
 
         flight_record.write = slowly
