@@ -81,6 +81,15 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         _running = None
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Import what PyTorch's first optimizer imports before the time limit of `run_threads` begins.
+
+    It takes some seconds of CPU, and took longer than that limit on a machine that was busy enough.
+    """
+    if item.path.parent.name == "pytorch" and not item.get_closest_marker("launches"):
+        pytest.importorskip("torch._dynamo")
+
+
 def _refuse_unmarked_process(event: str, args: tuple[object, ...]) -> None:
     """Raise in a test that starts a process, or shares ranks, and is not marked so."""
     if event == ON_RANKS and _running and not _running.get_closest_marker("served"):
