@@ -344,8 +344,21 @@ def reducescatter(
 ) -> Array:
     """Reduce an array over all ranks, and keep this rank's part of the rows.
 
-    The arguments are those of `allreduce`, without a weight; `x` has at least one dimension. The
-    first `len(x) % size` ranks get one row more than the others.
+    Every rank calls it, in the same order as its other blocking calls. The first `len(x) % size`
+    ranks get one row more than the others.
+
+    Args:
+        x: An array of at least one dimension, of the same shape and dtype on every rank.
+        op: How the ranks' values are combined: `Average`, `Sum`, `Min`, `Max` or `Product`.
+            Averages of integers are truncated towards zero.
+        name: The operation's name in messages and the timeline; the same on every rank.
+        compression: The wire format: `Compression.none`, `.fp16` or `.bf16`; narrows only
+            float32 and float64.
+        prescale_factor: Multiplies this rank's contribution, in float32 (float64 for
+            float64).
+        postscale_factor: Multiplies the result before it is rounded to the dtype of the
+            array.
+        group: The ranks that take part; by default all.
 
     Returns:
         A new array: this rank's rows of `allreduce(x)`; no others are sent to it. With fp16 on
@@ -353,7 +366,10 @@ def reducescatter(
         that an all-reduce loses next to large ones.
 
     Raises:
-        ValueError: `x` has no dimension to be divided. Others as in `allreduce`.
+        MismatchError: The ranks differ in shapes, dtypes, names or options; raised on every
+            rank; further calls are possible.
+        PeerLostError: A rank died, left or failed. The group can no longer be used.
+        ValueError: `x` has no dimension to be divided.
     """
     ranks = ranks_of(group)
     call = ReduceScatter(name, op, compression, prescale_factor, postscale_factor)

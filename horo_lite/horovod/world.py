@@ -75,10 +75,23 @@ def init(
     Every rank calls it, with the same `process_sets`. HOROVOD_FUSION_THRESHOLD, HOROVOD_TIMELINE
     and the HOROVOD_STALL_… variables are used if horo_lite's own are not set.
 
-    `comm` is an mpi4py communicator, or a list of ranks of MPI.COMM_WORLD, in which case only these
-    call it; by default it is all ranks that the launcher started. `process_sets` are sets or lists
-    of ranks; "dynamic" is accepted and has no effect, since sets can always be added. All others
-    are arguments of `horo_lite.init`.
+    Args:
+        comm: An mpi4py communicator, or a list of ranks of MPI.COMM_WORLD, in which case only these
+            call it; by default all ranks that the launcher started.
+        process_sets: Sets or lists of ranks. "dynamic" is accepted and has no effect: sets can
+            always be added.
+        rank: This rank's number; see `horo_lite.init` for this and the following.
+        size: The number of ranks.
+        address: A free port on rank 0's host, "host:port".
+        start_timeout_s: Seconds within which all ranks must have called it, without MPI.
+        device: "cpu", "cuda" or "cuda:1".
+        threads: Threads of BLAS and OpenMP.
+        binding: "auto" or "keep".
+        slot_stores: "auto", "cached" or "streaming".
+        overlap: "auto", "always" or "never".
+        test_hosts: Sizes of simulated hosts, for tests.
+        stall_warn_s: Seconds after which a wait for another rank is reported.
+        stall_abort_s: Seconds after which a wait for another rank raises StallError.
 
     Returns:
         The world: rank, size, device and the rest.

@@ -119,7 +119,13 @@ def grad_and_average(
     Every rank calls the new function the same number of times, with its own arguments. `weight` is
     its number of samples, as in `average_gradients`, and is not passed on; other arguments are.
 
-    The options are those of `average_gradients`.
+    Args:
+        fn: A function whose entire result is averaged.
+        op: `Average` or `Sum`. Averages of integer arrays are truncated towards zero.
+        compression: The wire format; `Compression.fp16` halves the bytes.
+        name: The exchange's name in messages; the same on every rank. With `Compression.int8` and
+            `.int4`, only calls with a name have error feedback: give each model its own.
+        group: The ranks that take part, all of which call it; by default all.
 
     Returns:
         A function with the arguments of `fn`, and `weight`.
