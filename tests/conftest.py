@@ -85,7 +85,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
     It takes some seconds of CPU, and took longer than that limit on a machine that was busy enough.
     """
-    if item.path.parent.name == "pytorch" and not item.get_closest_marker("launches"):
+    elsewhere = any(map(item.get_closest_marker, ("launches", "served")))
+    if item.path.parent.name == "pytorch" and not elsewhere:
         pytest.importorskip("torch._dynamo")
 
 
