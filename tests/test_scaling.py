@@ -281,5 +281,5 @@ def test_windows_are_those_of_the_core() -> None:
     for hosts in (2, 3, 8, 64):
         for ranks in (1, 2, 8, 64):
             numbered = [[ranks * h + r for r in range(ranks)] for h in range(hosts)]
-            n_bytes = _native.HostsAllreduce.memory_bytes(numbered, 0)
+            n_bytes = _native.HostsGroup.memory_bytes(numbered, 0, 0)
             assert scaling.window_bytes(hosts, ranks) == n_bytes // (4 * (ranks + 2))

@@ -20,8 +20,6 @@
 #include "bindings/stall_detector.h"
 #include "bindings/tensors.h"
 #include "engine/hosts_channel.h"
-#include "hosts/hosts_allreduce.h"
-#include "hosts/hosts_broadcast.h"
 #include "hosts/hosts_group.h"
 #include "hosts/mpi.h"
 
@@ -33,7 +31,6 @@ namespace {
 
 using MessageTuple = std::tuple<int, int, uintptr_t, size_t>;
 using Done = Function<bool()>;
-using OnIdle = Function<nb::object()>;
 using Start = Function<Done(std::vector<MessageTuple>, std::vector<MessageTuple>)>;
 using AllGather = Function<Done(uintptr_t, size_t, uintptr_t)>;
 
@@ -142,39 +139,11 @@ std::unique_lock<std::recursive_mutex> wait_for_mpi_turn() {
   return turn;
 }
 
-// Both keep the objects that they work on.
+// Keeps the objects that it works on.
 struct PyTransfer {
   std::shared_ptr<PointToPoint> messages;
   Shared owner;
   std::unique_ptr<Transfer> transfer;
-};
-
-struct PyHostsAllreduce {
-  std::shared_ptr<PyShmGroup> group;
-  HostsAllreduce hosts;
-
-  PyHostsAllreduce(std::shared_ptr<PyShmGroup> host, std::shared_ptr<PointToPoint> messages,
-                   std::vector<std::vector<int>> ranks, int here, uintptr_t memory)
-      : group(std::move(host)),
-        hosts(group->shm, std::move(messages), {std::move(ranks), here}, reinterpret_cast<uint8_t*>(memory)) {}
-
-  void reduce(HostsAllreduce::Reduce how, const Layout& layout, const std::vector<double>& weights, Factor factor,
-              const std::string& label, OnIdle on_idle) {
-    const Shared idle = shared(on_idle);
-    const WithoutGil release;
-    hosts.on_idle = [&] { in_python([&] { nb::handle(idle.get())(); }); };
-    (hosts.*how)(layout, weights, factor, label);
-  }
-};
-
-struct PyHostsBroadcast {
-  std::shared_ptr<PyShmGroup> group;
-  HostsBroadcast hosts;
-
-  PyHostsBroadcast(std::shared_ptr<PyShmGroup> host, std::shared_ptr<PointToPoint> messages,
-                   std::vector<std::vector<int>> ranks, int here, uintptr_t memory)
-      : group(std::move(host)),
-        hosts(group->shm, std::move(messages), {std::move(ranks), here}, static_cast<uint8_t*>(pointer(memory))) {}
 };
 
 // A group of ranks on several hosts, and the objects that it works on.
@@ -236,9 +205,7 @@ void bind_hosts(nb::module_& m) {
           },
           "Return whether all of it is complete, without waiting; bytes may move only in these calls.");
 
-  nb::class_<PointToPoint>(m, "PointToPoint", "Messages between ranks of different hosts.");
-
-  nb::class_<Carrier, PointToPoint>(m, "Carrier", "Carries bytes between ranks of different hosts.")
+  nb::class_<Carrier>(m, "Carrier", "Carries bytes between ranks of different hosts.")
       .def_static(
           "made_of",
           [](Start start, AllGather allgather, std::optional<size_t> largest_message) {
@@ -307,53 +274,18 @@ void bind_hosts(nb::module_& m) {
           },
           "receive"_a, "send"_a, "owner"_a);
 
-  nb::class_<PyHostsAllreduce>(m, "HostsAllreduce", "The all-reduce among several hosts.")
-      .def(nb::init<std::shared_ptr<PyShmGroup>, std::shared_ptr<PointToPoint>, std::vector<std::vector<int>>, int,
-                    uintptr_t>(),
-           "group"_a, "messages"_a, "ranks"_a, "here"_a, "memory"_a)
-      .def_static(
-          "memory_bytes",
-          [](std::vector<std::vector<int>> ranks, int here, size_t least_window) {
-            return Hosts{std::move(ranks), here, least_window}.memory_bytes();
-          },
-          "ranks"_a, "here"_a, "least_window"_a = 0)
-      .def_prop_ro("window_bytes", [](const PyHostsAllreduce& self) { return self.hosts.hosts().window_bytes(); })
-      .def_prop_ro("n_shares", [](const PyHostsAllreduce& self) { return self.hosts.hosts().n_shares(); })
-      .def(
-          "allreduce",
-          [](PyHostsAllreduce& self, const Layout& layout, double prescale, double scale, double divisor,
-             const std::vector<double>& weights, const std::string& label, OnIdle on_idle) {
-            self.reduce(&HostsAllreduce::allreduce, layout, multiplied(weights, prescale, self.group->shm.size()),
-                        {scale, divisor}, label, on_idle);
-          },
-          "layout"_a, "prescale"_a, "scale"_a, "divisor"_a, "weights"_a, "label"_a, "on_idle"_a)
-      .def(
-          "reduce_scatter",
-          [](PyHostsAllreduce& self, const Layout& layout, double prescale, double scale, double divisor,
-             const std::vector<double>& weights, const std::string& label, OnIdle on_idle) {
-            self.reduce(&HostsAllreduce::reduce_scatter, layout, multiplied(weights, prescale, self.group->shm.size()),
-                        {scale, divisor}, label, on_idle);
-          },
-          "layout"_a, "prescale"_a, "scale"_a, "divisor"_a, "weights"_a, "label"_a, "on_idle"_a);
-
-  nb::class_<PyHostsBroadcast>(m, "HostsBroadcast", "The broadcast among several hosts.")
-      .def(nb::init<std::shared_ptr<PyShmGroup>, std::shared_ptr<PointToPoint>, std::vector<std::vector<int>>, int,
-                    uintptr_t>(),
-           "group"_a, "messages"_a, "ranks"_a, "here"_a, "memory"_a)
-      .def(
-          "broadcast",
-          [](PyHostsBroadcast& self, const Tensors& tensors, int root, const std::string& label) {
-            const WithoutGil release;
-            self.hosts.broadcast(tensors.buffers(), root, label, {});
-          },
-          "tensors"_a, "root"_a, "label"_a);
-
   nb::class_<PyHostsGroup, RankGroup>(m, "HostsGroup", "The ranks of several hosts.")
       .def(nb::init<std::shared_ptr<PyShmGroup>, const std::shared_ptr<Carrier>&,
                     const std::shared_ptr<ControlChannel>&, std::vector<std::vector<int>>, int, size_t, uintptr_t,
                     std::shared_ptr<PyStallDetector>, std::vector<int>, std::vector<std::string>>(),
            "host"_a, "carrier"_a, "control"_a, "hosts"_a, "here"_a, "least_window"_a, "memory"_a, "detector"_a,
            "ranks"_a, "names"_a)
+      .def_static(
+          "memory_bytes",
+          [](std::vector<std::vector<int>> hosts, int here, size_t least_window) {
+            return Hosts{std::move(hosts), here, least_window}.memory_bytes();
+          },
+          "hosts"_a, "here"_a, "least_window"_a)
       .def(
           "for_engine",
           [](PyHostsGroup& g, std::shared_ptr<ControlChannel> wake_ups) { g.wake_ups = std::move(wake_ups); },

@@ -114,7 +114,7 @@ def share_memory(
     host = hosts.index(here)
     scratch_bytes = 0
     if between_hosts:
-        scratch_bytes = _native.HostsAllreduce.memory_bytes(hosts, host, least_window)
+        scratch_bytes = _native.HostsGroup.memory_bytes(hosts, host, least_window)
     board = n_transports * (group_bytes + scratch_bytes)
     is_world = stall_detector is None
     n_bytes = board + (_native.StallDetector.memory_bytes(comm.size) if is_world else 0)

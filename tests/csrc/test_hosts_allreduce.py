@@ -10,6 +10,7 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,13 +30,80 @@ Messages = Sequence[tuple[int, int, int, int]]
 Start = Callable[[Messages, Messages], Callable[[], bool]]
 
 
-def carrier(start: Start, largest_message: int | None = None) -> _native.Carrier:
-    """Return one whose messages `start` carries; these operations need no all-gather."""
+Note = tuple[int, int, bytes]  # sender, tag, text
 
-    def allgather(mine: int, n_bytes: int, everyone: int) -> Callable[[], bool]:
-        raise NotImplementedError
 
-    return _native.Carrier.made_of(start, allgather, largest_message)
+class Notes:
+    """A control channel: its messages arrive at once, and no program ends."""
+
+    def __init__(self, rank: int = 0, network: Network | None = None) -> None:
+        self.rank, self._network = rank, network
+
+    def send(self, texts: dict[int, bytes], tag: int) -> None:
+        for peer, text in texts.items() if self._network is not None else ():
+            self._network.notes[peer].append((self.rank, tag, text))
+
+    def receive(self) -> list[Note]:
+        notes = [] if self._network is None else self._network.notes[self.rank]
+        return [notes.popleft() for _ in range(len(notes))]
+
+    def ended(self) -> list[int]:
+        return []
+
+
+class Host:
+    """The ranks of one host, as threads of this process.
+
+    Args:
+        hosts: The ranks of each host.
+        here: The host's index.
+        start: Returns what carries a rank's messages; reductions and broadcasts need no all-gather.
+        control: Returns a rank's control channel.
+        largest_message: In bytes.
+    """
+
+    def __init__(
+        self,
+        hosts: Sequence[Sequence[int]],
+        here: int,
+        start: Callable[[int], Start],
+        control: Callable[[int], Notes],
+        largest_message: int | None = None,
+    ) -> None:
+        def allgather(mine: int, n_bytes: int, everyone: int) -> Callable[[], bool]:
+            raise NotImplementedError
+
+        size = sum(map(len, hosts))
+        numbers = [0] * size
+        for number, ranks in enumerate(hosts):
+            for rank in ranks:
+                numbers[rank] = number
+        names = [f"rank {rank}" for rank in range(size)]
+        board = _native.Segment.create(_native.StallDetector.memory_bytes(size))
+        n_bytes = _native.HostsGroup.memory_bytes(hosts, here, 0)
+        self._memory = _native.Segment.create(n_bytes)
+        self._memory.array(0, n_bytes)[:] = 0xEE
+        threads = _native.thread_group(len(hosts[here]))
+        self.groups = {
+            rank: _native.HostsGroup(
+                thread,
+                _native.Carrier.made_of(start(rank), allgather, largest_message),
+                _native.ControlChannel.calling(control(rank)),
+                hosts,
+                here,
+                0,
+                self._memory.address,
+                _native.StallDetector(board, 0, rank, numbers, [0] * size, names),
+                range(size),
+                names,
+            )
+            for rank, thread in zip(hosts[here], threads, strict=True)
+        }
+
+
+def window_bytes(hosts: Sequence[Sequence[int]]) -> int:
+    """Return the size of a window: a host has four of every rank's, and of two sums."""
+    return _native.HostsGroup.memory_bytes(hosts, 0, 0) // (4 * (len(hosts[0]) + 2))
 
 
 class Delivery:
@@ -58,7 +126,7 @@ class Network:
         self._lock = threading.Lock()
         self._sent: dict[tuple[int, int, int], deque[Delivery]] = defaultdict(deque)
         self._awaited: dict[tuple[int, int, int], deque[Delivery]] = defaultdict(deque)
-        self.cut = False
+        self.notes = defaultdict[int, deque[Note]](deque)
         self.largest = 0
         self.n_bytes = defaultdict[tuple[int, int], int](int)
         self.n_messages = defaultdict[int, int](int)
@@ -86,7 +154,7 @@ class Network:
         with self._lock:
             for way, queue in self._sent.items():
                 awaited = self._awaited[way]
-                while queue and awaited and not self.cut and self._random.random() < 0.4:
+                while queue and awaited and self._random.random() < 0.4:
                     source, target = queue.popleft(), awaited.popleft()
                     assert source.n_bytes == target.n_bytes
                     ctypes.memmove(target.address, source.address, source.n_bytes)
@@ -124,7 +192,6 @@ class Arithmetic(NamedTuple):
 
 
 SUM = Arithmetic()
-Factors = tuple[float, float, float, list[float]]  # prescale, scale, divisor, a host's weights
 
 
 class World:
@@ -136,67 +203,48 @@ class World:
         self.hosts = numbered(sizes)
         self.network = Network(seed)
         self.size = sum(sizes)
-        self.groups: dict[int, _native.ShmGroup] = {}
-        self.allreduces: dict[int, _native.HostsAllreduce] = {}
-        self.broadcasts: dict[int, _native.HostsBroadcast] = {}
-        self._memory: list[np.ndarray] = []
-        for here, ranks in enumerate(self.hosts):
-            n_bytes = _native.HostsAllreduce.memory_bytes(self.hosts, here)
-            self._memory.append(np.full(n_bytes + 64, 0xEE, np.uint8))
-            address = -(-self._memory[-1].ctypes.data // 64) * 64
-            for rank, group in zip(ranks, _native.thread_group(len(ranks)), strict=True):
-                messages = carrier(self.network.start(rank), largest_message)
-                self.groups[rank] = group
-                memory = group, messages, self.hosts, here, address
-                self.allreduces[rank] = _native.HostsAllreduce(*memory)
-                self.broadcasts[rank] = _native.HostsBroadcast(*memory)
+        self.window_bytes = window_bytes(self.hosts)
+        self._made = [
+            Host(
+                self.hosts,
+                here,
+                self.network.start,
+                partial(Notes, network=self.network),
+                largest_message,
+            )
+            for here in range(len(self.hosts))
+        ]
+        self.groups = {rank: group for host in self._made for rank, group in host.groups.items()}
 
     def run(
-        self,
-        inputs: Sequence[Sequence[np.ndarray]],
-        how: Arithmetic = SUM,
-        on_idle: Callable[[], object] = lambda: None,
-        residuals: Sequence[Sequence[np.ndarray]] = (),
+        self, inputs: Sequence[Sequence[np.ndarray]], how: Arithmetic = SUM
     ) -> list[list[np.ndarray]]:
-        """Return copies of each rank's arrays after an all-reduce, which keeps the residuals."""
+        """Return copies of each rank's arrays after an all-reduce."""
         results = [[array.copy() for array in arrays] for arrays in inputs]
 
-        def reduce(rank: int, factors: Factors) -> None:
-            allreduce = self.allreduces[rank]
+        def reduce(rank: int) -> None:
             tensors = _native.Tensors(results[rank], writable=True)
-            if residuals:
-                tensors.keep_residuals(_native.Tensors(residuals[rank]))
-            layout = _native.WireLayout(
-                tensors, how.op, how.wire, allreduce.window_bytes, allreduce.n_shares
-            )
-            allreduce.allreduce(layout, *factors, "allreduce 'g'", on_idle)
+            self.groups[rank].allreduce(tensors, *how)
 
-        self._reduce(reduce, how)
+        self._on_all(reduce)
         return results
 
     def scatter(
         self, inputs: Sequence[Sequence[np.ndarray]], how: Arithmetic = SUM
     ) -> list[np.ndarray]:
         """Return each rank's own part after a reduce-scatter of inputs[rank][part]."""
-        parts = [[array.copy() for array in arrays] for arrays in inputs]
-        per_host = max(map(len, self.hosts))
-        numbers = [[*host, *[-1] * (per_host - len(host))] for host in self.hosts]
+        results = [np.empty_like(arrays[rank]) for rank, arrays in enumerate(inputs)]
+        before = [[array.copy() for array in arrays] for arrays in inputs]
 
-        def reduce(rank: int, factors: Factors) -> None:
-            allreduce = self.allreduces[rank]
-            shares = [
-                _native.Tensors([parts[rank][r]] if r >= 0 else [], writable=True)
-                for host in numbers
-                for r in host
-            ]
-            layout = _native.WireLayout.of_parts(shares, how.op, how.wire, allreduce.window_bytes)
-            allreduce.reduce_scatter(layout, *factors, "reducescatter 'g'", lambda: None)
+        def reduce(rank: int) -> None:
+            parts = [_native.Tensors([part]) for part in inputs[rank]]
+            result = _native.Tensors([results[rank]], writable=True)
+            self.groups[rank].reduce_scatter(parts, result, *how)
 
-        self._reduce(reduce, how)
-        for rank, (got, given) in enumerate(zip(parts, inputs, strict=True)):
-            for r, (x, before) in enumerate(zip(got, given, strict=True)):
-                assert r == rank or np.array_equal(x, before)  # the others' parts are only read
-        return [parts[rank][rank] for rank in range(self.size)]
+        self._on_all(reduce)
+        for got, given in zip(inputs, before, strict=True):  # the parts are only read
+            assert all(np.array_equal(x, y) for x, y in zip(got, given, strict=True))
+        return results
 
     def broadcast(
         self, inputs: Sequence[Sequence[np.ndarray]], root: int
@@ -206,18 +254,10 @@ class World:
 
         def receive(rank: int) -> None:
             tensors = _native.Tensors(results[rank], writable=True)
-            self.broadcasts[rank].broadcast(tensors, root, "broadcast 'g'")
+            self.groups[rank].broadcast(tensors, root)
 
         self._on_all(receive)
         return results
-
-    def _reduce(self, reduce: Callable[[int, Factors], None], how: Arithmetic) -> None:
-        def body(rank: int) -> None:
-            host = next(host for host in self.hosts if rank in host)
-            here = [how.weights[r] for r in host] if how.weights else []
-            reduce(rank, (how.prescale, how.scale, how.divisor, here))
-
-        self._on_all(body)
 
     def _on_all(self, operation: Callable[[int], None]) -> None:
         def body(rank: int) -> None:
@@ -367,7 +407,7 @@ def test_a_broadcast_brings_what_the_root_has(
 ) -> None:
     world = World(sizes, largest_message=largest_message)
     rng = np.random.default_rng(7)
-    window = world.allreduces[0].window_bytes
+    window = world.window_bytes
     for lengths in ([0], [1], [], [3, 0, 5_000, 1_025], [window], [2 * window + 7, 1, 3 * window]):
         inputs = [[rng.integers(0, 256, n, np.uint8) for n in lengths] for _ in range(world.size)]
         for root in range(world.size):
@@ -381,7 +421,7 @@ def test_a_broadcast_brings_what_the_root_has(
 def test_a_broadcast_sends_each_host_its_bytes_once(sizes: tuple[int, ...]) -> None:
     world = World(sizes)
     n_windows, n_hosts = 3, len(sizes)
-    n = n_windows * world.allreduces[0].window_bytes
+    n = n_windows * world.window_bytes
     inputs = [[np.full(n, rank, np.uint8)] for rank in range(world.size)]
     for root in range(world.size):
         world.network.n_bytes.clear()
@@ -417,29 +457,18 @@ class OneOfMany:
 
     def __init__(self, n_hosts: int, n_ranks: int, here: int, n_windows: int) -> None:
         self.hosts = [[h * n_ranks + r for r in range(n_ranks)] for h in range(n_hosts)]
-        self.here = here
-        n_bytes = _native.HostsAllreduce.memory_bytes(self.hosts, here)
-        self._memory = np.zeros(n_bytes + 64, np.uint8)
-        address = -(-self._memory.ctypes.data // 64) * 64
         self.sent: dict[int, int] = dict.fromkeys(self.hosts[here], 0)
-        self.allreduces = []
-        for rank, group in zip(self.hosts[here], _native.thread_group(n_ranks), strict=True):
-            messages = carrier(self._starter(rank))
-            self.allreduces.append(
-                _native.HostsAllreduce(group, messages, self.hosts, here, address)
-            )
-        first = self.allreduces[0]
-        self.numbers = np.arange(n_windows * first.window_bytes // 4) % 1009
-        layout = self._layout_of(self.numbers.astype(np.float32))
+        self._host = Host(self.hosts, here, self._starter, Notes)
+        self.window_bytes = window_bytes(self.hosts)
+        self.numbers = np.arange(n_windows * self.window_bytes // 4) % 1009
+        tensors = _native.Tensors([self.numbers.astype(np.float32)], writable=True)
+        n_shares = n_hosts * n_ranks
+        layout = _native.WireLayout(tensors, "sum", "none", self.window_bytes, n_shares)
         self._shares = [layout.shares(window) for window in range(layout.n_chunks)]
         ends = itertools.accumulate(shares[-1][1] for shares in self._shares)
         self._begins = [0, *ends]  # of the windows
         self._windows: dict[tuple[int, int, int, int], int] = defaultdict(int)
         self._lock = threading.Lock()
-
-    def _layout_of(self, numbers: np.ndarray) -> _native.WireLayout:
-        first, tensors = self.allreduces[0], _native.Tensors([numbers], writable=True)
-        return _native.WireLayout(tensors, "sum", "none", first.window_bytes, first.n_shares)
 
     def _expected(self, me: int, peer: int, tag: int, owner: int, way: int) -> np.ndarray:
         """Return the next message between two ranks, one of which owns its data."""
@@ -473,15 +502,15 @@ class OneOfMany:
         return start
 
     def run(self) -> None:
-        def body(allreduce: _native.HostsAllreduce) -> None:
+        def body(group: _native.HostsGroup) -> None:
             mine = self.numbers.astype(np.float32)
-            layout = self._layout_of(mine)
-            allreduce.allreduce(layout, 1.0, 1.0, 1.0, [], "allreduce 'g'", lambda: None)
+            group.allreduce(_native.Tensors([mine], writable=True), "sum", "none")
             n_ranks = len(self.hosts) * len(self.hosts[0])
             np.testing.assert_array_equal(mine, self.numbers * n_ranks)
 
-        with ThreadPoolExecutor(len(self.allreduces)) as pool:
-            for future in [pool.submit(body, each) for each in self.allreduces]:
+        groups = self._host.groups.values()
+        with ThreadPoolExecutor(len(groups)) as pool:
+            for future in [pool.submit(body, each) for each in groups]:
                 future.result(timeout=50)
 
 
@@ -491,7 +520,7 @@ class OneOfMany:
 def test_more_ranks_than_a_window_has_blocks(hosts: int, ranks: int, here: int) -> None:
     """Some ranks have no share then, and send no results, but all receive them."""
     world = OneOfMany(hosts, ranks, here, n_windows=2)
-    assert world.allreduces[0].window_bytes < hosts * ranks * 4096
+    assert world.window_bytes < hosts * ranks * 4096
     world.run()
     costs = scaling.Costs(1, 0, 0, 0, 0, {})
     network = scaling.Network(1, 0, largest_message=1 << 40)
@@ -511,15 +540,19 @@ def test_long_messages_are_sent_in_pieces() -> None:
     assert world.network.largest == 1000
 
 
-def test_what_on_idle_raises_ends_the_wait() -> None:
-    world = World((1, 2))
-    world.network.cut = True
+def test_an_error_during_a_wait_ends_it() -> None:
+    class BrokenError(Exception):
+        pass
 
-    def give_up() -> None:
-        raise KeyboardInterrupt
+    class Broken(Notes):
+        def receive(self) -> list[Note]:
+            raise BrokenError
 
-    with pytest.raises(KeyboardInterrupt):
-        world.run([[np.ones(10, np.float32)] for _ in range(3)], on_idle=give_up)
+    host = Host([[0], [1]], 0, lambda rank: lambda receive, send: lambda: False, Broken)
+    with pytest.raises(BrokenError):
+        host.groups[0].allreduce(
+            _native.Tensors([np.ones(3, np.float32)], writable=True), "sum", "none"
+        )
 
 
 def test_a_message_that_cannot_be_sent_raises() -> None:
@@ -529,13 +562,11 @@ def test_a_message_that_cannot_be_sent_raises() -> None:
     def start(receive: Messages, send: Messages) -> Callable[[], bool]:
         raise BrokenError
 
-    (group,) = _native.thread_group(1)
-    memory = np.zeros(_native.HostsAllreduce.memory_bytes([[0], [1]], 0), np.uint8)
-    allreduce = _native.HostsAllreduce(group, carrier(start), [[0], [1]], 0, memory.ctypes.data)
-    tensors = _native.Tensors([np.ones(3, np.float32)], writable=True)
-    layout = _native.WireLayout(tensors, "sum", "none", allreduce.window_bytes, allreduce.n_shares)
+    host = Host([[0], [1]], 0, lambda rank: start, Notes)
     with pytest.raises(BrokenError):
-        allreduce.allreduce(layout, 1.0, 1.0, 1.0, [], "allreduce 'g'", lambda: None)
+        host.groups[0].allreduce(
+            _native.Tensors([np.ones(3, np.float32)], writable=True), "sum", "none"
+        )
 
 
 def test_handles_of_no_known_mpi_are_refused() -> None:
@@ -553,7 +584,7 @@ def test_the_cost_model_counts_the_bytes_and_messages_that_are_sent(
     """benchmarks/scaling.py has formulas for what the C++ code does."""
     world = World([ranks] * hosts, largest_message=largest)
     window = scaling.window_bytes(hosts, ranks)
-    assert {allreduce.window_bytes for allreduce in world.allreduces.values()} == {window}
+    assert world.window_bytes == window
     n_elements = 3 * window // 4
     world.run([[np.full(n_elements, rank, np.float32)] for rank in range(world.size)])
     costs = scaling.Costs(1, 0, 0, 0, 0, {})
