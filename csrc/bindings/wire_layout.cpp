@@ -1,4 +1,4 @@
-// The layout of tensors on the wire, for transports that move the bytes themselves.
+// The layout of tensors on the wire, for tests and measurements of its kernels.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -16,8 +16,7 @@ using namespace nb::literals;
 namespace horo {
 
 void bind_wire_layout(nb::module_& m) {
-  nb::class_<Layout>(m, "WireLayout",
-                     "The layout of a list of tensors on the wire, for transports that move the bytes themselves.")
+  nb::class_<Layout>(m, "WireLayout", "The layout of a list of tensors on the wire, with the kernels for it.")
       .def(
           "__init__",
           [](Layout* self, const Tensors& tensors, const std::string& op, const std::string& wire, size_t chunk_bytes,
@@ -25,12 +24,6 @@ void bind_wire_layout(nb::module_& m) {
             new (self) Layout(tensors.refs(), op_of(op), between_hosts(wire_of(wire)), chunk_bytes, n_shares);
           },
           "tensors"_a, "op"_a, "wire"_a, "chunk_bytes"_a, "n_shares"_a, nb::keep_alive<1, 2>())
-      .def_static(
-          "of_parts",
-          [](ListOf<PyTensors> parts, const std::string& op, const std::string& wire, size_t chunk_bytes) {
-            return Layout(refs_of(parts), op_of(op), between_hosts(wire_of(wire)), chunk_bytes);
-          },
-          "parts"_a, "op"_a, "wire"_a, "chunk_bytes"_a, nb::keep_alive<0, 1>(), "Each share is one of the parts.")
       .def_prop_ro("n_chunks", &Layout::n_chunks)
       .def_prop_ro("largest_chunk", &Layout::largest_chunk)
       .def(
