@@ -83,6 +83,7 @@ void bind_tensors(nb::module_& m) {
           "other"_a = nb::none(),
           "Return (first, second, distance in bytes, whether they are one tensor) for each pair with common elements: "
           "among these, or of these and `other`. With the same index twice, its own elements share memory.")
+      .def("dtype", &Tensors::dtype, "index"_a)
       .def("describe", &Tensors::describe, "index"_a)
       .def(
           "outline", [](const Tensors& t) { return std::make_unique<Tensors>(t, 0, t.refs().size()); },

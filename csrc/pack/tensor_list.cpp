@@ -349,9 +349,13 @@ std::vector<Overlap> TensorList::overlaps(const TensorList* other) const {
   return found;
 }
 
+std::string TensorList::dtype(size_t index) const {
+  const ElementType* other = type(index);
+  return other != nullptr ? other->name : dtype_name(refs_[index].dtype);
+}
+
 std::string TensorList::describe(size_t index) const {
-  std::string text = shapes_.at(index).type != nullptr ? shapes_[index].type->name : dtype_name(refs_[index].dtype);
-  text += "[";
+  std::string text = dtype(index) + "[";
   const Axes dims = shape(index);
   for (size_t d = 0; d < dims.size(); ++d) text += (d != 0 ? ", " : "") + std::to_string(dims[d]);
   return text + "]";

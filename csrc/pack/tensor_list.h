@@ -71,6 +71,8 @@ class TensorList {
   std::vector<uintptr_t> addresses() const;
   // All pairs that share elements, in order. With `other`, a pair's first is of this list and its second of `other`.
   std::vector<Overlap> overlaps(const TensorList* other = nullptr) const;
+  // The name of a dtype, which may contain brackets (datetime64[ns]), and with it the shape.
+  std::string dtype(size_t index) const;
   std::string describe(size_t index) const;
   // nullptr if the elements are of a DType.
   const ElementType* type(size_t index) const { return shapes_.at(index).type; }

@@ -160,9 +160,10 @@ class GpuView:
             self._queue.synchronize()
         elif stream != NO_ORDER:
             self._queue.lead(stream)
-        dtype = self._tensors.describe(0).partition("[")[0]
-        address, shape = self._tensors.addresses[0], self._tensors.shape(0)
-        return _native.dlpack_capsule(address, shape, dtype, self._queue.index, self)
+        x = self._tensors
+        return _native.dlpack_capsule(
+            x.addresses[0], x.shape(0), x.dtype(0), self._queue.index, self
+        )
 
 
 ADAPTER = JaxAdapter()

@@ -136,8 +136,7 @@ def check(
     if not tensors.dtypes & (mask | _OTHER_TYPES):
         return
     for i in range(len(tensors)):
-        what = tensors.describe(i)
-        dtype = what.rpartition("[")[0]
+        dtype = tensors.dtype(i)
         if dtype in COMPLEX:
             reason = refusal(dtype, op, prescale, postscale, weighted)
         elif dtype in _native.dtypes():
@@ -147,7 +146,7 @@ def check(
         if reason:
             name = repr(names[i]) if i < len(names) else f"{i}"
             where = f"{label}: " if label else ""
-            raise ValueError(f"{where}array {name} ({what}): {reason}")
+            raise ValueError(f"{where}array {name} ({tensors.describe(i)}): {reason}")
 
 
 @lru_cache(maxsize=256)

@@ -547,7 +547,7 @@ def gathered(group: Group, mine: object, name: str, *, needs_all: bool = True) -
 def rows_and_row(rows: Memory) -> tuple[int, str]:
     """Return the number of rows, and a description of their dtype and shape."""
     n_rows, *row = rows.tensors.shape(0)
-    return n_rows, f"{rows.tensors.describe(0).rpartition('[')[0]} rows of {row}"
+    return n_rows, f"{rows.tensors.dtype(0)} rows of {row}"
 
 
 def _row_bytes(rows: Memory) -> int:

@@ -22,10 +22,7 @@ ArraySpec: TypeAlias = "tuple[str, tuple[int, ...]]"
 
 def specs_of(tensors: Tensors) -> list[ArraySpec]:
     """Return the dtype and shape of each of the arrays."""
-    return [
-        (tensors.describe(i).rpartition("[")[0], tuple(tensors.shape(i)))
-        for i in range(len(tensors))
-    ]
+    return [(tensors.dtype(i), tuple(tensors.shape(i))) for i in range(len(tensors))]
 
 
 def neutral(spec: ArraySpec, op: str = "sum") -> Array:

@@ -388,7 +388,7 @@ class _Replica(Part):
         table = allgather_row(transport, numbers).tolist()
         _, _, magnitude, *in_source = table[source]
         n_elements = int(np.prod(self._values[first].shape, dtype=np.int64))
-        is_bytes = "uint8[" in mine.describe(0) and "uint8[" not in self._specs[first]
+        is_bytes = mine.dtype(0) == "uint8" and "uint8[" not in self._specs[first]
         is_number = mine.is_number(0) and not is_bytes
         told = []
         for rank, (n_different, largest, _, *non_finite) in zip(

@@ -152,7 +152,7 @@ def _sketches(named: Named, readable: Readable) -> dict[str, list[Any]]:
             continue
         if tensors.is_float(0):
             numbers = [float(f"{x:.12g}") for x in sketch(_reals(tensors))]
-            found[name] = [tensors.describe(0).partition("[")[0], *numbers]
+            found[name] = [tensors.dtype(0), *numbers]
     return found
 
 
@@ -192,7 +192,7 @@ def _reals(tensors: Tensors) -> NDArray[Any]:
     if not n_bytes:
         return np.zeros(0)
     raw = memory_at(address, n_bytes)
-    kind = tensors.describe(0).partition("[")[0]
+    kind = tensors.dtype(0)
     if kind == "bfloat16":
         return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     numbers = raw.view(kind)
