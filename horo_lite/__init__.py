@@ -1,8 +1,8 @@
 """Any framework's optimizer, averaged over ranks: `import horo_lite as hvd`.
 
 Importing it imports no framework, no MPI and no CUDA, and changes nothing in the process, with one
-exception. Under MPICH's launcher (HYDI_CONTROL_FD is set), a failure of a rank before MPI_Init goes
-unnoticed, and the others wait in MPI_Init forever. There, `start.ending.guard_start` replaces
+exception. Hydra, the launcher of MPICH and Intel MPI, does not notice if a rank fails before
+MPI_Init, and the others wait in MPI_Init forever. There, `start.ending.guard_start` replaces
 sys.excepthook, threading.excepthook and sys.exit until `init()` or the end of the process, so that
 such a failure ends the job.
 """
@@ -122,5 +122,5 @@ def __dir__() -> list[str]:
     return sorted([*__all__, *_FACES, "__version__"])
 
 
-if "HYDI_CONTROL_FD" in os.environ:
+if "PMI_FD" in os.environ:  # others set it, too, and guard_start() does nothing there
     import_module(f"{__name__}.start.ending").guard_start()

@@ -2,7 +2,7 @@
 
 Exceptions in any thread count, since the main thread might wait for that thread forever. So does
 the end of the launcher, which would leave the ranks of its host running. `init()`
-installs the hooks, or `guard_start()` under MPICH's launcher; `uninstall()` removes them. A forked
+installs the hooks, or `guard_start()` under Hydra; `uninstall()` removes them. A forked
 child is not a rank: its end does not end the job.
 """
 
@@ -435,9 +435,9 @@ def mark_end() -> None:
 
 
 def guard_start() -> None:
-    """Until `init()`, end the job if this rank fails and MPICH's launcher would not end it.
+    """Until `init()`, end the job if this rank fails and Hydra would not end it.
 
-    That launcher ignores a rank's failure before MPI_Init, in which the other ranks then wait
+    That launcher, of MPICH and Intel MPI, ignores a rank's failure before MPI_Init, in which the other ranks then wait
     forever. Does nothing under other launchers.
     """
     launch = launcher.detect(os.environ)

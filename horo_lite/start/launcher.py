@@ -32,7 +32,7 @@ class Launch(NamedTuple):
 
 
 # Slurm: not SLURM_NTASKS, since the single process of an sbatch script has it too. PMI's pair is
-# also set by others (Slurm, Flux, PALS): MPICH's launcher has its own mark. torchrun is first:
+# also set by others (Slurm, Flux, PALS): MPICH's and Intel's launchers have marks of their own. torchrun is first:
 # srun or mpiexec may have started it, once on each host.
 _LAUNCHERS = (
     # name, number of ranks, own rank, mark
@@ -40,6 +40,7 @@ _LAUNCHERS = (
     ("Open MPI", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", None),
     ("MVAPICH", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", None),
     ("MPICH", "PMI_SIZE", "PMI_RANK", "HYDI_CONTROL_FD"),
+    ("Intel MPI", "PMI_SIZE", "PMI_RANK", "I_MPI_HYDRA_UUID"),
     ("PMI", "PMI_SIZE", "PMI_RANK", None),
     (SLURM, "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", None),
     ("PMIx", None, "PMIX_RANK", None),
@@ -105,9 +106,9 @@ def is_fault_tolerant(environ: Mapping[str, str]) -> bool:
 
 
 def hydra() -> int | None:
-    """Return the descriptor through which a rank communicates with MPICH's launcher.
+    """Return the descriptor through which a rank communicates with Hydra.
 
-    None if this process is not a child of that launcher.
+    None if this process is not a child of that launcher, MPICH's and Intel MPI's.
     """
     with contextlib.suppress(OSError, KeyError, ValueError):
         descriptor = int(os.environ["PMI_FD"])
@@ -118,7 +119,7 @@ def hydra() -> int | None:
 
 
 def abort_hydra(status: int) -> None:
-    """Request that MPICH's launcher kills all ranks, like MPI_Abort, but without MPI."""
+    """Request that Hydra kills all ranks, like MPI_Abort, but without MPI."""
     descriptor = hydra()
     if descriptor is not None:
         os.write(descriptor, f"cmd=abort exitcode={status}\n".encode())
@@ -131,4 +132,4 @@ def is_known_mismatch(launcher: str, library: str) -> bool:
     """
     if launcher == "Open MPI":
         return any(make in library for make in ("MPICH", "MVAPICH", "Intel(R) MPI"))
-    return launcher in ("MPICH", "MVAPICH") and "Open MPI" in library
+    return launcher in ("MPICH", "MVAPICH", "Intel MPI") and "Open MPI" in library

@@ -125,6 +125,7 @@ def test_a_wrong_argument_says_what_would_be_right(argument: str, value: str, wo
             ("Open MPI", 0, 2),
         ),
         ({"PMI_SIZE": "4", "PMI_RANK": "3", "HYDI_CONTROL_FD": "7"}, ("MPICH", 3, 4)),
+        ({"PMI_SIZE": "4", "PMI_RANK": "3", "I_MPI_HYDRA_UUID": "e4a1"}, ("Intel MPI", 3, 4)),
         ({"PMI_SIZE": "4", "PMI_RANK": "3"}, ("PMI", 3, 4)),
         ({"MV2_COMM_WORLD_SIZE": "2", "MV2_COMM_WORLD_RANK": "0"}, ("MVAPICH", 0, 2)),
         ({"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5"}, ("Slurm", 5, 8)),

@@ -93,7 +93,7 @@ def _kind_of(mpiexec: str) -> str:
     text = shown.stdout + shown.stderr
     if "Open MPI" in text or "OpenRTE" in text:
         return "openmpi"
-    if "HYDRA" in text or "MPICH" in text:
+    if "HYDRA" in text or "MPICH" in text or "Intel" in text:
         return "mpich"
     raise RuntimeError(f"{mpiexec} is neither Open MPI nor MPICH; its --version says:\n{text}")
 
