@@ -124,9 +124,7 @@ def test_the_source_tree_in_the_docs_has_the_order_of_the_layers() -> None:
 
 
 @pytest.mark.launches
-@pytest.mark.parametrize(
-    "environ", [{}, {"PMI_FD": "7", "PMI_SIZE": "2", "PMI_RANK": "0"}]
-)
+@pytest.mark.parametrize("environ", [{}, {"PMI_FD": "7", "PMI_SIZE": "2", "PMI_RANK": "0"}])
 def test_importing_the_package_changes_nothing_and_loads_next_to_nothing(
     environ: dict[str, str],
 ) -> None:

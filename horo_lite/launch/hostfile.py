@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 
@@ -39,5 +40,23 @@ def read_hostfile(path: str) -> str:
 
 def n_ranks(hosts: str) -> int:
     """Return the number of ranks in "node1:4,node2:4"; a host without a number has one."""
-    numbers = (host.partition(":")[2] for host in hosts.split(","))
-    return sum(int(number) if number.isdigit() else 1 for number in numbers)
+    return sum(number for _, number in _numbers(hosts))
+
+
+def filled(hosts: str, n: int) -> list[tuple[str, int]]:
+    """Return the hosts in "node1:4,node2:4" that `n` ranks fill in turn, and how many are there.
+
+    After the last host follows the first again.
+    """
+    found: list[tuple[str, int]] = []
+    for host, number in itertools.cycle(_numbers(hosts)):
+        found.append((host, min(max(number, 1), n)))
+        n -= found[-1][1]
+        if n <= 0:
+            break
+    return found
+
+
+def _numbers(hosts: str) -> list[tuple[str, int]]:
+    pairs = (host.partition(":") for host in hosts.split(","))
+    return [(name, int(number) if number.isdigit() else 1) for name, _, number in pairs]

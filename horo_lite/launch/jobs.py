@@ -25,6 +25,7 @@ from typing import NamedTuple, NoReturn, TextIO
 
 from horo_lite import checkpoint as commits
 from horo_lite.errors import LauncherError, say
+from horo_lite.launch import hostfile
 from horo_lite.processes import environ_of, pids, state_and_parent
 from horo_lite.start import ending, launcher
 
@@ -71,6 +72,11 @@ class Mpiexec(NamedTuple):
         Raises:
             LauncherError: `elastic` is not possible with this launcher.
         """
+        if hosts and self.name == "Intel MPI" and not elastic:  # its -hosts ignores the numbers
+            sets = [
+                ["-n", str(k), "-host", host, *program] for host, k in hostfile.filled(hosts, n)
+            ]
+            return [self.path, *more, *sets[0], *(x for one in sets[1:] for x in (":", *one))]
         command = [self.path, "-n", str(n)]
         if hosts:
             command += ["--host" if self.name == "Open MPI" else "-hosts", hosts]
@@ -414,11 +420,13 @@ def _write(target: TextIO | None, data: bytes, text: str) -> None:
         binary.flush()
 
 
-# The last message of a rank; of Open MPI; and of MPICH, which names no rank.
+# The last message of a rank; of Open MPI; of MPICH, which names no rank; of Intel MPI, which names
+# all, also those that it has killed (by signal 9).
 _OTHER_CAUSES = (
     re.compile(r"^\[horo_lite\] (rank \d+ of \d+ [^:]*: .*?)(?: \(at .*)?$", re.M),
     re.compile(r"\b(process rank \d+ with PID \d+ .*?)(?: calling|\.$)", re.M | re.S),
     re.compile(r"^=   (PID \d+ RUNNING AT \S+)$.*^YOUR [^\n]*: ([^\n]*)$", re.M | re.S),
+    re.compile(r"^=   (RANK \d+ PID \d+ RUNNING AT \S+)\n=   (KILLED BY SIGNAL: (?!9 ).*)$", re.M),
 )
 
 

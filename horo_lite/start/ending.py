@@ -437,8 +437,8 @@ def mark_end() -> None:
 def guard_start() -> None:
     """Until `init()`, end the job if this rank fails and Hydra would not end it.
 
-    That launcher, of MPICH and Intel MPI, ignores a rank's failure before MPI_Init, in which the other ranks then wait
-    forever. Does nothing under other launchers.
+    That launcher, of MPICH and Intel MPI, ignores a rank's failure before MPI_Init, in which the
+    other ranks then wait forever. Does nothing under other launchers.
     """
     launch = launcher.detect(os.environ)
     if (

@@ -32,8 +32,8 @@ class Launch(NamedTuple):
 
 
 # Slurm: not SLURM_NTASKS, since the single process of an sbatch script has it too. PMI's pair is
-# also set by others (Slurm, Flux, PALS): MPICH's and Intel's launchers have marks of their own. torchrun is first:
-# srun or mpiexec may have started it, once on each host.
+# also set by others (Slurm, Flux, PALS): MPICH's and Intel's launchers have their own marks.
+# torchrun is first: srun or mpiexec may have started it, once on each host.
 _LAUNCHERS = (
     # name, number of ranks, own rank, mark
     (TORCHRUN, "WORLD_SIZE", "RANK", "TORCHELASTIC_RUN_ID"),

@@ -417,6 +417,11 @@ def test_a_signal_to_the_launcher_ends_all_ranks_after_one_step_and_is_a_restart
             "YOUR APPLICATION TERMINATED WITH THE EXIT STRING: Killed (signal 9)\nThis typically\n",
             "PID 7 RUNNING AT vm: Killed (signal 9)",
         ),
+        (  # Intel MPI, which has killed rank 0
+            "=   RANK 0 PID 6 RUNNING AT vm\n=   KILLED BY SIGNAL: 9 (Killed)\n=====\n\n=====\n"
+            "=   RANK 1 PID 7 RUNNING AT vm\n=   KILLED BY SIGNAL: 11 (Segmentation fault)\n==\n",
+            "RANK 1 PID 7 RUNNING AT vm: KILLED BY SIGNAL: 11 (Segmentation fault)",
+        ),
         (
             "[horo_lite] 2 ranks continue\n"
             "[horo_lite] rank 0 of 1 (vm, pid 7): TooFewRanksError: 1 rank left (at /x.py:3, f)\n",

@@ -422,7 +422,7 @@ def mpiexec(folder: Path, says: str) -> str:
         ("mpiexec (Open MPI) 5.0.8\n\nReport bugs", "Open MPI", "5.0.8", "--host"),
         ("mpiexec (OpenRTE) 4.1.2", "Open MPI", "4.1.2", "--host"),
         ("HYDRA build details:\n    Version:    4.2.0\n", "MPICH", "4.2.0", "-hosts"),
-        ("Intel(R) MPI Library for Linux* OS, Version 2021.10 B", "Intel MPI", "2021.10", "-hosts"),
+        ("Intel(R) MPI Library for Linux* OS, Version 2021.10 B", "Intel MPI", "2021.10", "-host"),
         ("something else", "", "", "-hosts"),
     ],
 )
@@ -440,7 +440,16 @@ def test_each_mpiexec_has_its_arguments(
     env = {"HORO_LITE_RESTART": "0", "PATH": os.environ["PATH"], "OMPI_X": "1", "MORE": "2"}
     command = found.command(["train"], 4, hosts="a:2,b:2", more=["--x"], env=env)
     exported = ["-x", "HORO_LITE_RESTART", "-x", "MORE"] if name == "Open MPI" else []
-    assert command == [found.path, "-n", "4", host_option, "a:2,b:2", *exported, "--x", "train"]
+    ranks = ["-n", "4", host_option, "a:2,b:2", *exported, "--x", "train"]
+    if name == "Intel MPI":  # whose -hosts ignores numbers
+        ranks = ["--x", "-n", "2", "-host", "a", "train", ":", "-n", "2", "-host", "b", "train"]
+        fewer = found.command(["train"], 3, hosts="a:2,b:2", env=env)
+        assert " ".join(fewer[1:]) == "-n 2 -host a train : -n 1 -host b train"
+        more = found.command(["train"], 4, hosts="a,b:2", env=env)
+        assert " ".join(more[1:]) == (
+            "-n 1 -host a train : -n 2 -host b train : -n 1 -host a train"
+        )
+    assert command == [found.path, *ranks]
     if version == "5.0.8":
         assert "--with-ft ulfm" in " ".join(found.command(["train"], 4, elastic=True, env={}))
     else:

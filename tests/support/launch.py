@@ -93,9 +93,9 @@ def _kind_of(mpiexec: str) -> str:
     text = shown.stdout + shown.stderr
     if "Open MPI" in text or "OpenRTE" in text:
         return "openmpi"
-    if "HYDRA" in text or "MPICH" in text or "Intel" in text:
+    if any(name in text for name in ("HYDRA", "MPICH", "Intel(R) MPI")):
         return "mpich"
-    raise RuntimeError(f"{mpiexec} is neither Open MPI nor MPICH; its --version says:\n{text}")
+    raise RuntimeError(f"{mpiexec} is of no known MPI; its --version says:\n{text}")
 
 
 def mpiexec_path(python: str = sys.executable) -> str:
