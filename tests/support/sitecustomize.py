@@ -20,7 +20,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, wraps
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
@@ -39,8 +39,23 @@ WITHOUT = os.environ.get("HORO_LITE_TEST_WITHOUT", "").split()
 
 
 def disable(function: Callable[..., Any] | None = None, *_: object, **__: object) -> Any:
-    """Do nothing, also as a decorator with arguments: what is not compiled need not be marked."""
-    return (lambda function: function) if function is None else function
+    """Do as the compiler's function of this name: neither compile a function nor what it calls.
+
+    PyTorch keeps the result, so it must hold also when the compiler has been executed.
+    """
+    if function is None:
+        return disable
+    from torch._C._dynamo import eval_frame
+
+    @wraps(function)
+    def disabled(*args: object, **kwargs: object) -> Any:
+        return function(*args, **kwargs)
+
+    skip = eval_frame._FrameAction.SKIP
+    both = eval_frame._FrameExecStrategy(skip, skip)
+    eval_frame.set_code_exec_strategy(disabled.__code__, both)
+    disabled._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return disabled
 
 
 def graph_break(*_: object, **__: object) -> None:
