@@ -8,6 +8,7 @@ The code that only several ranks need contains `hvd`.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -34,7 +35,7 @@ def main() -> None:
 
     # Different weights on each rank, on purpose: without the broadcast the check at the end fails.
     height, width = train_images.shape[1:3]
-    params = lenet(jax.random.key(args.seed + world.rank), height, width)
+    params = lenet(args.seed + world.rank, height, width)
     params = hvd.broadcast_parameters(params)
     n_steps = args.epochs * len(train)
     tx = optax.sgd(optax.linear_schedule(args.lr, 0, n_steps), momentum=0.9)
@@ -76,7 +77,7 @@ def main() -> None:
     )
 
 
-def lenet(key: jax.Array, height: int, width: int) -> Params:
+def lenet(seed: int, height: int, width: int) -> Params:
     """LeNet-5 with relu and max pooling, for images `[n, height, width, 1]` of any size."""
     shapes = {
         "conv1": (5, 5, 1, 6),
@@ -85,11 +86,13 @@ def lenet(key: jax.Array, height: int, width: int) -> Params:
         "full2": (120, 84),
         "full3": (84, 10),
     }
-    start = jax.nn.initializers.he_normal()
-    keys = jax.random.split(key, len(shapes))
+    rng = np.random.default_rng(seed)  # jax.random would compile for a second for each shape
     return {
-        name: {"weight": start(key, shape), "bias": jnp.zeros(shape[-1])}
-        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+        name: {
+            "weight": jnp.float32(rng.normal(0, math.sqrt(2 / math.prod(shape[:-1])), shape)),
+            "bias": jnp.zeros(shape[-1]),
+        }
+        for name, shape in shapes.items()
     }
 
 
