@@ -434,7 +434,7 @@ def costs_of_waiting() -> dict[str, tuple[float, float]]:
     for name, wait in waits.items():
         hvd.barrier()
         if rank == 1:
-            time.sleep(2)
+            time.sleep(1)
         before, began = time.process_time(), time.monotonic()
         wait()
         costs[name] = time.monotonic() - began, time.process_time() - before
@@ -444,10 +444,10 @@ def costs_of_waiting() -> dict[str, tuple[float, float]]:
 @pytest.mark.served
 @pytest.mark.parametrize("hosts", ["", pytest.param("1,1", marks=UNDER_BOTH)])
 def test_waiting_costs_no_cpu(hosts: str) -> None:
-    """2 s of waiting for a late rank cost under 0.1 s of CPU; here twice that is allowed."""
+    """A second of waiting for a late rank costs under 0.05 s of CPU; here twice that is allowed."""
     costs, _ = on_ranks(costs_of_waiting, 2, hosts=hosts)
     for waiting, (waited, cost) in costs.items():
-        assert waited > 1, f"{waiting} did not wait"
+        assert waited > 0.5, f"{waiting} did not wait"
         assert cost < 0.1 * waited, f"{waiting} used {cost} s of CPU in {waited} s"
 
 
