@@ -176,6 +176,17 @@ def all_gather(dtype: torch.dtype, group: Group) -> list[Tensor]:
     return [*parts, out, whole]
 
 
+def all_gather_coalesced(group: Group) -> list[Tensor]:
+    """The future's value has a list for each rank, unless there is only one."""
+    n, shapes = group.size(), [(3,), (2, 2)]
+    everyone = [[torch.zeros(shape) for shape in shapes] for _ in range(n)]
+    given = [mine(group, *shape) for shape in shapes]
+    value = dist.all_gather_coalesced(everyone, given, group=group, async_op=True).wait()
+    lists = [value] if n == 1 else value
+    assert [[x.shape for x in each] for each in lists] == [list(shapes)] * n
+    return [x for each in lists for x in each]
+
+
 def gather(group: Group) -> list[Tensor]:
     here = group.rank() == 1
     parts = [torch.zeros(5, 2) for _ in range(group.size())] if here else None
@@ -365,6 +376,7 @@ CASES: dict[str, Callable[[Group], list[Tensor]]] = {
             reduce,
             reduce_scatter_large,
             reduce_scatter_of_views,
+            all_gather_coalesced,
             gather,
             scatter,
             all_to_all,
@@ -561,6 +573,10 @@ def test_errors(group: Group) -> None:
         lambda: dist.all_reduce(x, group=group),
         lambda: dist.all_reduce(torch.ones(2), [ReduceOp.SUM, ReduceOp.MAX][r == 1], group=group),
         lambda: dist.broadcast(torch.ones(2), group=group, group_src=int(r == 1)),
+        lambda: dist.reduce(torch.ones(2), group=group, group_dst=int(r == 1)),
+        lambda: dist.reduce(
+            torch.ones(2).int(), group=group, group_dst=int(r == 1), op=ReduceOp.BAND
+        ),
         lambda: dist.barrier(group) if r == 1 else dist.all_reduce(torch.ones(2), group=group),
         lambda: dist.all_gather_into_tensor(torch.ones(x.numel() * group.size()), x, group=group),
         lambda: dist.all_to_all_single(
@@ -603,9 +619,17 @@ def test_errors(group: Group) -> None:
             torch.ones(4), torch.ones(4), None, [1, 1, 1, 9][: group.size()], group=group
         ),
     )
-    raises(
-        ValueError, "no meaning", lambda: dist.all_reduce(torch.ones(2), ReduceOp.BAND, group=group)
-    )
+    for text, call in (
+        ("all_reduce: ", lambda: dist.all_reduce(torch.ones(2), ReduceOp.BAND, group=group)),
+        ("reduce to rank 0: ", lambda: dist.reduce(torch.ones(2), 0, ReduceOp.BAND, group)),
+        (
+            "reduce_scatter: ",
+            lambda: dist.reduce_scatter(
+                torch.ones(2), [torch.ones(2)] * group.size(), ReduceOp.BAND, group
+            ),
+        ),
+    ):
+        raises(ValueError, f"{text}unsupported reduction operation: BAND", call)
     for text, opaque in (
         ("nested", torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])),
         ("quantized", torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)),
@@ -677,6 +701,9 @@ def test_arguments(group: Group, gloo: Group) -> None:
         ("invalid tensor layout at index", lambda g: g.allreduce_coalesced([x, sparse])),
         ("unsupported layout", lambda g: g.allreduce_coalesced([sparse, sparse.clone()])),
         ("unsupported reduction operation", lambda g: g.allreduce([sparse], ReduceOp.MAX)),
+        ("dense", lambda g: g.reduce([sparse], reduce(r))),
+        ("recv", lambda g: g.barrier()._source_rank()),
+        ("recv", lambda g: g.allreduce([torch.ones(1)])._source_rank()),
         ("requires non-empty input tensor list", lambda g: g.allgather([], [])),
         ("tensor lists to have the same length", lambda g: g.allgather([], [x])),
         ("tensor lists to have the same length", lambda g: g.allgather([[x] * n] * 2, [x])),

@@ -60,7 +60,7 @@ from horo_lite.torch.distributed.operations import (
     ReduceScatter,
     Scatter,
 )
-from horo_lite.torch.distributed.work import AllOf, Waiter, Work
+from horo_lite.torch.distributed.work import AllOf, Receive, Waiter, Work
 from horo_lite.torch.uncompiled import all_uncompiled
 from horo_lite.transports.interface import Reduction
 from horo_lite.transports.shm import SharedMemory
@@ -390,16 +390,16 @@ class ProcessGroup(dist.ProcessGroup):
         if after is not None:
             staged.do_after(after)
         results = tensors if results is None else results
-        if tensors[0].layout is torch.sparse_coo:
+        if what == "all_reduce" and tensors[0].layout is torch.sparse_coo:
             return self._reduced_sparse(tensors[0], o, results, staged)
         memory = staged.in_place(tensors)
-        names = () if what == "all_reduce" else (what,) * len(memory)
         if root is not None:
-            names = (f"reduce to rank {self._world_ranks[root]}",) * len(memory)
+            what = f"reduce to rank {self._world_ranks[root]}"
+        names = () if what == "all_reduce" else (what,) * len(memory)
         is_bool = all(x.dtype == torch.bool for x in memory)
         ops = _BOOL_OPS if is_bool else _OPS
         if o.op in _BITWISE and o.op not in ops:
-            return self._reduced_bitwise(o, memory, staged, results)
+            return self._reduced_bitwise(what, o, memory, staged, results)
         if o.op not in ops or (o.op not in _LINEAR and staged.is_complex):
             raise ArgumentError(_meaningless(what, o.op, tensors[0]))
         if is_bool:
@@ -410,10 +410,15 @@ class ProcessGroup(dist.ProcessGroup):
         return self._issue(what, call, part, results, o, staged)
 
     def _reduced_bitwise(
-        self, o: Options, memory: list[Tensor], staged: Staged, results: Sequence[Tensor]
+        self,
+        what: str,
+        o: Options,
+        memory: list[Tensor],
+        staged: Staged,
+        results: Sequence[Tensor],
     ) -> Work:
         if any(x.dtype.is_floating_point for x in memory):
-            raise ArgumentError(_meaningless("all_reduce", o.op, memory[0]))
+            raise ArgumentError(_meaningless(what, o.op, memory[0]))
         everyone = [[torch.empty_like(x) for x in memory] for _ in range(self.size())]
 
         def finish(_: Any) -> None:
@@ -423,7 +428,7 @@ class ProcessGroup(dist.ProcessGroup):
                     _BITWISE[o.op](x, other[i], out=x)
 
         staged.do_before(finish)
-        return self._gathered_all(f"all_reduce {o.op}", memory, everyone, results, o, staged)
+        return self._gathered_all(f"{what} {o.op}", memory, everyone, results, o, staged)
 
     def _reduced_sparse(
         self, tensor: Tensor, o: Options, results: Sequence[Tensor], staged: Staged
@@ -550,8 +555,10 @@ class ProcessGroup(dist.ProcessGroup):
     ) -> Work:
         """Copy each rank's tensors into the list of outputs for it."""
         o, everyone = Options.of(options, named), [list(each) for each in outputs]
-        flat = [x for each in everyone for x in each]
-        return self._gathered_all("all_gather", list(inputs), everyone, flat, o, Staged(o.is_async))
+        # The future's value, as gloo's: only the list of a single rank is not in a list of lists.
+        results: Sequence[Any] = everyone[0] if len(everyone) == 1 else everyone
+        staged = Staged(o.is_async)
+        return self._gathered_all("all_gather", list(inputs), everyone, results, o, staged)
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -730,7 +737,7 @@ class ProcessGroup(dist.ProcessGroup):
         numbers = {number: place for place, number in enumerate(self._world_ranks)}
         handle = _FromRank(message, numbers)
         return self._noted(
-            Work(handle, [tensor], self._message_waiter, self._timeout_s, staged.finish())
+            Receive(handle, [tensor], self._message_waiter, self._timeout_s, staged.finish())
         )
 
     # Coalescing.

@@ -97,13 +97,6 @@ class Work(dist.Work):
         """Return the tensors that hold the result."""
         return self._tensors
 
-    def source_rank(self) -> int:
-        """Return the sender's rank in the process group, for a received message."""
-        self.wait()
-        return int(self._value)
-
-    _source_rank = source_rank
-
     def get_future(self) -> Any:
         """Return a future of the tensors that hold the result.
 
@@ -162,6 +155,18 @@ class Work(dist.Work):
         if self._error is not None:
             raise self._error.with_traceback(None)  # C++ would include the traceback in the text
         return self._tensors
+
+
+@all_uncompiled
+class Receive(Work):
+    """A message that is being received; its handle's value is the sender's rank in the group."""
+
+    def source_rank(self) -> int:
+        """Return the sender's rank in the process group."""
+        self.wait()
+        return int(self._value)
+
+    _source_rank = source_rank
 
 
 class AllOf(Handle):
