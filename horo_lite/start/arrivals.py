@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from horo_lite.errors import ranks_in_words
+from horo_lite.errors import PeerLostError, ranks_in_words
 from horo_lite.processes import environ_of, name_of, pids, state_and_parent
 from horo_lite.start import launcher
 
 _MARK = "horo_lite: in init()"
+_FIRST_LOOK_S, _RAREST_LOOK_S = 0.5, 5.0
+_LAUNCHERS = ("hydra_pmi_proxy", "mpiexec", "mpirun", "prterun", "prted", "orterun", "orted")
 _STACKS = "its Python stacks are shown by `py-spy dump --pid"
 
 
@@ -53,14 +56,71 @@ def late(always: bool = False) -> str:
         )
     n_started = _n_started(environ)
     if n_started is not None and n_started > len(everyone):
-        if n_started == own.size:
-            who = ranks_in_words(sorted(set(range(n_started)) - everyone.keys()))
-        else:
-            who = f"{n_started - len(everyone)} of the {n_started} ranks of this host"
+        who = _not_among(everyone, own, n_started)
         return (
             f"{who}: ended without calling init(), or hidden from this rank (in another container?)"
         )
     return "ranks of other hosts: all of this host's have called init()"
+
+
+class Watch:
+    """Finds out that a rank of this host has ended, while this one waits for it in MPI_Init.
+
+    Hydra does not: MPICH's ignores an exit code of 0, and Intel's signals, too.
+    """
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._next_s = _FIRST_LOOK_S
+        self._missing_since_s: float | None = None
+
+    def look(self) -> None:
+        """Raise PeerLostError if one has ended. To be called several times per second."""
+        waited_s = time.monotonic() - self._began
+        if waited_s < self._next_s:
+            return
+        # A look costs milliseconds if many processes run.
+        self._next_s = waited_s + min(max(waited_s / 4, _FIRST_LOOK_S), _RAREST_LOOK_S)
+        environ = _environ(os.getpid())
+        n_started, n_left = _n_started(environ), _n_left()
+        if n_started is None or n_left is None or n_left >= n_started:
+            self._missing_since_s = None
+            return
+        # At first not all may have been started yet.
+        self._missing_since_s = self._missing_since_s or waited_s
+        own, everyone = launcher.detect(environ), _ranks_of_this_host()
+        here = own.rank if own is not None else None
+        reports = here == min(everyone, default=here)
+        if waited_s > self._missing_since_s + (1 if reports else 5):
+            who = _not_among(everyone, own, n_started)
+            raise PeerLostError(f"{who} ended before init(), where rank {here} has waited for it")
+
+
+def _not_among(everyone: Collection[int], own: launcher.Launch | None, n_started: int) -> str:
+    """Return which of the ranks that the launcher has started on this host are not among these."""
+    if own is not None and n_started == own.size:
+        return ranks_in_words(sorted(set(range(n_started)) - set(everyone)))
+    return f"{n_started - len(everyone)} of the {n_started} ranks of this host"
+
+
+def _n_left() -> int | None:
+    """Return how many processes that the launcher has started here have not ended.
+
+    None if the launcher is not visible: whoever sees it sees these, too, which is not so for other
+    processes, such as a container's first, which may hide its variables.
+    """
+    parent = launcher_process()
+    with contextlib.suppress(OSError):
+        if parent is not None and name_of(parent) in _LAUNCHERS:
+            return sum(_is_living_child(pid, parent) for pid in pids())
+    return None
+
+
+def _is_living_child(pid: int, parent: int) -> bool:
+    with contextlib.suppress(OSError):
+        state, its_parent = state_and_parent(pid)
+        return its_parent == parent and state not in "ZX"
+    return False
 
 
 def some_ranks(always: bool = False) -> str:

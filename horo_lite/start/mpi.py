@@ -226,17 +226,19 @@ def load(launch: Launch | None, warn_s: float = 0.0, abort_s: float = 0.0) -> An
 
 
 def _initialize(MPI: Any, level: int, errors: str, patience: Patience) -> None:
-    """Initialise MPI like MPI.Init_thread(), and report late ranks during this.
+    """Initialise MPI like MPI.Init_thread(), and report ranks that are late or have ended.
 
     MPI_Init waits for all ranks, and mpi4py holds the GIL in it.
     """
     over = threading.Event()
 
     def watch() -> None:
+        others = arrivals.Watch()
         while not over.wait(0.05):
             try:
+                others.look()
                 patience.look(arrivals.late)
-            except StallError as error:
+            except (PeerLostError, StallError) as error:
                 ending.write(f"[horo_lite] {error}\n")
                 abort_hydra(1)
                 os._exit(1)

@@ -49,7 +49,7 @@ LAUNCHERS_WORDS = re.compile(
     r"prterun|mpiexec|MPI_ABORT|BAD TERMINATION|application called MPI_Abort"
 )
 OTHERS_SHM = re.compile(
-    r"vader_segment|sm_segment|mpich_sh|osc_rdma|psm|ucx|pmix|prrte|torch_|sem\.|mp-"
+    r"vader_segment|sm_segment|mpich_sh|osc_rdma|psm|ucx|pmix|prrte|torch_|Intel_MPI|sem\.|mp-"
 )
 
 
