@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import importlib.util
 import math
 import struct
 from pathlib import Path
@@ -32,15 +31,14 @@ def load_digits(folder: Path | None) -> tuple[Images, Labels, Images, Labels]:
 
 
 def _bundled() -> tuple[Images, Labels, Images, Labels]:
-    package = importlib.util.find_spec("sklearn")
-    if package is None or package.origin is None:
+    try:
+        from sklearn.datasets import load_digits as scikit_learn_digits
+    except ImportError:
         raise SystemExit(
             "the bundled digits are scikit-learn's: pip install scikit-learn, "
             "or pass a folder of MNIST files with --data"
-        )
-    # What sklearn.datasets.load_digits() returns. Importing that takes each rank a second.
-    table = np.loadtxt(Path(package.origin).parent / "datasets/data/digits.csv.gz", delimiter=",")
-    pixels, labels = table[:, :-1], table[:, -1].astype(np.int64)
+        ) from None
+    pixels, labels = scikit_learn_digits(return_X_y=True)
     pictures = (pixels.reshape(-1, 8, 8, 1) / 16).astype(np.float32)
     # Shuffled: neighbours in the file were written by the same person.
     order = np.random.default_rng(0).permutation(len(pictures))
