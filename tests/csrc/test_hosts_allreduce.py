@@ -217,13 +217,18 @@ class World:
         self.groups = {rank: group for host in self._made for rank, group in host.groups.items()}
 
     def run(
-        self, inputs: Sequence[Sequence[np.ndarray]], how: Arithmetic = SUM
+        self,
+        inputs: Sequence[Sequence[np.ndarray]],
+        how: Arithmetic = SUM,
+        residuals: Sequence[Sequence[np.ndarray]] = (),
     ) -> list[list[np.ndarray]]:
-        """Return copies of each rank's arrays after an all-reduce."""
+        """Return copies of each rank's arrays after an all-reduce, which keeps the residuals."""
         results = [[array.copy() for array in arrays] for arrays in inputs]
 
         def reduce(rank: int) -> None:
             tensors = _native.Tensors(results[rank], writable=True)
+            if residuals:
+                tensors.keep_residuals(_native.Tensors(residuals[rank]))
             self.groups[rank].allreduce(tensors, *how)
 
         self._on_all(reduce)
