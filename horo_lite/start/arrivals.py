@@ -72,7 +72,9 @@ class Watch:
     def __init__(self) -> None:
         self._began = time.monotonic()
         self._next_s = _FIRST_LOOK_S
-        self._missing_since_s: float | None = None
+        self._were_all_here = False
+        self._n_left = 0
+        self._since_s = 0.0  # it is that number
 
     def look(self) -> None:
         """Raise PeerLostError if one has ended. To be called several times per second."""
@@ -84,14 +86,15 @@ class Watch:
         environ = _environ(os.getpid())
         n_started, n_left = _n_started(environ), _n_left()
         if n_started is None or n_left is None or n_left >= n_started:
-            self._missing_since_s = None
+            self._were_all_here = n_left is not None
             return
-        # At first not all may have been started yet.
-        self._missing_since_s = self._missing_since_s or waited_s
+        if n_left != self._n_left:
+            self._n_left, self._since_s = n_left, waited_s
         own, everyone = launcher.detect(environ), _ranks_of_this_host()
         here = own.rank if own is not None else None
-        reports = here == min(everyone, default=here)
-        if waited_s > self._missing_since_s + (1 if reports else 5):
+        # At first not all may have been started yet; and one rank's report is enough.
+        sure_s = 1 if self._were_all_here else 5
+        if waited_s > self._since_s + sure_s + 5 * (here != min(everyone, default=here)):
             who = _not_among(everyone, own, n_started)
             raise PeerLostError(f"{who} ended before init(), where rank {here} has waited for it")
 
@@ -110,14 +113,14 @@ def _n_left() -> int | None:
     processes, such as a container's first, which may hide its variables.
     """
     parent = launcher_process()
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # such as no free descriptor
         if parent is not None and name_of(parent) in _LAUNCHERS:
             return sum(_is_living_child(pid, parent) for pid in pids())
     return None
 
 
 def _is_living_child(pid: int, parent: int) -> bool:
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         state, its_parent = state_and_parent(pid)
         return its_parent == parent and state not in "ZX"
     return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import subprocess
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from horo_lite.elastic import consensus
 from horo_lite.errors import PeerLostError
 from horo_lite.processes import lives
+from horo_lite.start import arrivals
 
 
 @pytest.fixture
@@ -37,9 +39,36 @@ def test_lack_of_descriptors_is_nobodys_end() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
     try:
         alive = lives(os.getpid())
+        with pytest.raises(OSError, match="Too many open files"):
+            arrivals._is_living_child(os.getpid(), os.getppid())
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert alive
+
+
+@pytest.mark.parametrize(
+    ("left", "ends"),
+    [
+        ([3] * 8, False),
+        ([None] * 8, False),  # the launcher is not visible, as in a container
+        ([1, 1, 1, 1, 2, 2, 2, 3, 3], False),  # ranks are still being started
+        ([3, 3, 2, 2, 2, 2], True),
+        ([2] * 9, True),
+    ],
+)
+def test_a_rank_in_mpi_init_sees_that_another_has_ended(
+    left: list[int | None], ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(arrivals, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(arrivals, "_n_started", lambda environ: 3)
+    watch = arrivals.Watch()
+    with pytest.raises(PeerLostError, match=r"ended before init\(\)") if ends else nullcontext():
+        for n in left:
+            monkeypatch.setattr(arrivals, "_n_left", lambda n=n: n)
+            for _ in range(20):
+                now += 0.05
+                watch.look()
 
 
 @pytest.mark.launches
