@@ -119,6 +119,11 @@ def misuse() -> None:
     for other in own, hvd.Compression.auto():
         with pytest.raises(ValueError, match=r"LocalSGD takes .*is for the gradients of an optim"):
             hvd.LocalSGD([np.ones(3)], every=20, compression=other)
+    # Its share would be 0 / 0.
+    opt = hvd.DistributedOptimizer(SGD([x := zeros((3,))]), compression=compressor("top all"))
+    with pytest.raises(ValueError, match="every rank passed weight 0"):
+        opt.step(weight=0)
+    assert x.data.tolist() == [0, 0, 0]
 
 
 class Raises(hvd.Compressor):
