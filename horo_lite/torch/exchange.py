@@ -326,8 +326,8 @@ class GradientExchange:
             if self.options.sparse_as_dense:
                 self._densify(slot)
             if slot.last_pass is self._pass:  # a second time, by a pass inside this one
-                self.is_nested = True
-                if not self.reducer.hold(slot.index):
+                self.is_nested = True  # nothing more is announced before finish()
+                if self.reducer.has_left(slot.index):
                     raise RuntimeError(
                         "a backward pass inside another one, the first of its kind, added to the "
                         f"gradient of {slot.name!r} after it was sent. From now on, gradients are "

@@ -391,15 +391,8 @@ class Reducer:
         last = len(self._agreed.n_members) - 1
         return [i for i, bucket in self._agreed.bucket_of.items() if bucket < last]
 
-    def hold(self, i: int) -> bool:
-        """Send nothing before `finish()`, since parameter i's gradient changes after it was ready.
-
-        Returns False if it has already left.
-        """
-        self._step.waits = True
-        return not self._has_left(i)
-
-    def _has_left(self, i: int) -> bool:
+    def has_left(self, i: int) -> bool:
+        """Return whether parameter i's gradient has been sent already in this step."""
         n_begun = len(self._step.handles)
         return self._agreed is not None and self._agreed.bucket_of.get(i, n_begun) < n_begun
 
@@ -497,7 +490,7 @@ class Reducer:
         if len(own.tensors):
             self._place = own.tensors.device
         if self._check_finite:
-            here = [i for i in range(len(own.arrays)) if not self._has_left(i)]
+            here = [i for i in range(len(own.arrays)) if not self.has_left(i)]
             here.reverse()  # the order in which they leave
             self._scan(here, [own.arrays[i] for i in here])
         return own
