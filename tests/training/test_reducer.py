@@ -394,6 +394,24 @@ def test_weight_zero_everywhere_is_an_error_on_all_ranks(streaming: bool) -> Non
     run_threads(2, rank)
 
 
+@pytest.mark.parametrize("asked", [None, "warn"])
+def test_only_who_asks_is_told_of_gradients_that_are_not_finite(asked: str | None) -> None:
+    """Whether a bucket leaves early, as from step 1 on, or with the rest."""
+
+    def rank(group: Group) -> list[bool]:
+        reducer, parameters = make(group, 4, check_finite=asked)
+        told = []
+        for step in range(3):
+            for i, parameter in enumerate(parameters):
+                parameter.grad = integers(group.rank, i, step)
+                parameter.grad[...] = np.nan
+                reducer.ready(i)
+            told.append(any(reducer.finish().findings.values()))
+        return told
+
+    assert run_threads(2, rank) == [[asked is not None] * 3] * 2
+
+
 def test_weights_that_make_no_sense() -> None:
     def rank(group: Group) -> None:
         reducer, _ = make(group, 1)
