@@ -96,7 +96,10 @@ class Watch:
         sure_s = 1 if self._were_all_here else 5
         if waited_s > self._since_s + sure_s + 5 * (here != min(everyone, default=here)):
             who = _not_among(everyone, own, n_started)
-            raise PeerLostError(f"{who} ended before init(), where rank {here} has waited for it")
+            raise PeerLostError(
+                f"{who} ended before init(), where rank {here} has waited: the program exited, or "
+                "was killed; look at what it printed"
+            )
 
 
 def _not_among(everyone: Collection[int], own: launcher.Launch | None, n_started: int) -> str:

@@ -148,7 +148,7 @@ def test_a_rank_that_ends_before_init_ends_the_job() -> None:
     assert result.returncode == 1, str(result)
     said = r"rank 0 has waited [\d.]+ s in init\(\) for rank 1: ended without calling init\(\)"
     assert re.search(said, result.stderr), str(result)
-    said = "[horo_lite] rank 1 ended before init(), where rank 0 has waited for it\n"
+    said = "[horo_lite] rank 1 ended before init(), where rank 0 has waited: the program exited"
     assert result.stderr.count(said) == 1, str(result)
 
 
