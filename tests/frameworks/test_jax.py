@@ -1084,7 +1084,8 @@ def test_what_is_known_of_xla_is_what_its_header_says(tmp_path: Path) -> None:
 
 
 def test_digits() -> None:
-    assert accuracy_of("jax", epochs=4, timeout_s=120) > 0.9
+    on_shared = {"run": script_on_ranks, "job_env": compilation()}
+    assert accuracy_of("jax", epochs=4, **on_shared, timeout_s=120) > 0.9
 
 
 @pytest.mark.shows("eager", "jit")
