@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from horo_lite.state.drift import fingerprint as fingerprint
     from horo_lite.training.data import DistributedSampler as DistributedSampler
     from horo_lite.training.data import partition_dataset as partition_dataset
+    from horo_lite.training.gradient_noise import GradientNoise as GradientNoise
+    from horo_lite.training.gradient_noise import gradient_noise as gradient_noise
     from horo_lite.training.gradients import average_gradients as average_gradients
     from horo_lite.training.gradients import grad_and_average as grad_and_average
     from horo_lite.training.local_sgd import LocalSGD as LocalSGD
@@ -77,6 +79,7 @@ _DEFINED_IN = {
         "errors": "HoroLiteError NotInitializedError MismatchError DriftError NonFiniteError "
         "AllocationError PeerLostError TooFewRanksError StallError LauncherError DeviceError "
         "CheckpointError JobError",
+        "training.gradient_noise": "GradientNoise gradient_noise",
         "training.gradients": "average_gradients grad_and_average",
         "training.local_sgd": "LocalSGD",
         "training.micro_batches": "MicroBatch MicroBatches",

@@ -25,6 +25,7 @@ from horo_lite.start import launcher
 
 _TIMELINE = "HORO_LITE_TIMELINE"
 _STEPS = "HORO_LITE_RECORD_STEPS"
+_NOISE = "HORO_LITE_NOISE_EVERY"
 _EXAMPLES = """\
 examples:
   %(prog)s -n 4 train.py --epochs 10
@@ -84,6 +85,13 @@ def _parser() -> argparse.ArgumentParser:
         "--record-steps",
         metavar="FILE",
         help="write what every step begins with, for `compare`",
+    )
+    add(
+        "--noise-every",
+        type=int,
+        metavar="N",
+        help="measure the gradients' noise in every N-th step, and say at the end whether more "
+        "ranks would pay",
     )
     add(
         "--restarts",
@@ -318,6 +326,8 @@ def _read(
         variables[_TIMELINE] = os.path.abspath(args.timeline_filename)
     if args.record_steps:
         variables[_STEPS] = os.path.abspath(args.record_steps)
+    if args.noise_every is not None:
+        variables[_NOISE] = str(args.noise_every)
     if args.as_horovod or args.as_horovod_anyway:
         found = None if args.as_horovod_anyway else aliases.installed_horovod()
         if found:

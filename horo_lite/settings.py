@@ -190,6 +190,15 @@ def check_every(given: int | None = None) -> int | None:
     return _whole("check_every", given, 0, "a whole number of steps, or 0 for never")
 
 
+def noise_every() -> int:
+    """Return the steps between measurements of the gradients' noise; 0 means never.
+
+    Raises:
+        ValueError: It is not a whole number of at least 0.
+    """
+    return _whole("noise_every", None, 0, "a whole number of steps, or 0 for never") or 0
+
+
 def nccl_timeout_s() -> float:
     """Return the seconds within which NCCL must have connected the GPUs."""
     name = "HORO_LITE_NCCL_TIMEOUT_S"
@@ -416,6 +425,13 @@ VARIABLES = (
         "the file in which rank 0 records the gradients and parameters of every step, for "
         "`horo-lite compare` ([same-steps.md](how-to/same-steps.md))",
         "none",
+    ),
+    Variable(
+        ("HORO_LITE_NOISE_EVERY",),
+        "`horo-lite --noise-every`",
+        "number of steps between measurements of the gradients' noise, from which the end of a run "
+        "tells whether more ranks would pay ([more-ranks.md](how-to/more-ranks.md)); `0`: never",
+        "never",
     ),
     Variable(
         ("HORO_LITE_INSIDE_JIT",),

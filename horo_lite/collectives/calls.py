@@ -537,10 +537,20 @@ class Outcome(AllGatherBytes):
         return self.name or self.kind
 
 
-def gathered(group: Group, mine: object, name: str, *, needs_all: bool = True) -> list[Any]:
-    """Return what each rank of the group passes, except those that have joined. Collective."""
+def gathered(
+    group: Group,
+    mine: object,
+    name: str,
+    *,
+    needs_all: bool = True,
+    run: Callable[[Any, Part], Any] | None = None,
+) -> list[Any]:
+    """Return what each rank of the group passes, except those that have joined. Collective.
+
+    `run` executes it, by default that of the group.
+    """
     call = AllGatherBytes(name, needs_all=needs_all)
-    everyone = group.run(call, Part(data=pickle.dumps(mine)))
+    everyone = (run or group.run)(call, Part(data=pickle.dumps(mine)))
     return [pickle.loads(one) for one in everyone if one]
 
 

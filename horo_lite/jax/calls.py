@@ -27,6 +27,7 @@ from horo_lite.settings import check_every
 from horo_lite.state.drift import DriftCheck, Run, differences
 from horo_lite.training import step_record
 from horo_lite.training.gradient_memory import compare_samples, hash_of
+from horo_lite.training.gradient_noise import Measurement, is_due
 
 Array = Any  # jax.Array, traced or not; a NumPy array where stated
 C = TypeVar("C", bound="Call")
@@ -157,10 +158,11 @@ class Allreduce(Call):
     def eagerly(self, xs: Sequence[Array]) -> list[Array]:
         arrays, options, parameters = self._given(xs)
         group = self.ranks()
-        mine = self._hash_if_first(arrays)
+        mine, noise = self._hash_if_first(arrays), self._measurement(arrays)
         averages = ops.grouped_allreduce(arrays, self.op, name=self.name, **options, group=group)
         self._compare(mine, parameters, self.name or "")
         self._record(averages, parameters)
+        self._finish(noise, averages, options["weight"])
         return averages
 
     def start(self, xs: list[Any], name: str) -> Handle:
@@ -175,11 +177,12 @@ class Allreduce(Call):
         def run(call: Any, part: Part) -> Any:
             return group.synchronize(group.submit(call, part), beside=True)
 
-        arrays, _, parameters = self._given(xs)
-        mine = self._hash_if_first(arrays)
+        arrays, options, parameters = self._given(xs)
+        mine, noise = self._hash_if_first(arrays), self._measurement(arrays)
         result = super().execute(xs, name)
         self._compare(mine, parameters, name, run)
         self._record(arrays, parameters)
+        self._finish(noise, arrays, options["weight"], run)
         return result
 
     def _hash_if_first(self, gradients: Sequence[Array]) -> int | None:
@@ -228,6 +231,28 @@ class Allreduce(Call):
             title, how = self.name or "gradients", str(self.compression.name)
             step_record.record_for(self.ranks(), title, named, parameters, how)
 
+    def _measurement(self, gradients: Sequence[Array]) -> Measurement | None:
+        """Begin to measure how much of the average is noise, if that is wanted in this step."""
+        known = self._exchanges()
+        if known is None:
+            return None
+        known.n_steps += 1
+        if not is_due(known.n_steps, self.op, self.compression):
+            return None
+        title = self.name or "gradients inside jit"
+        return Measurement(self.ranks(), title, self.names, known.n_steps, gradients)
+
+    def _finish(
+        self,
+        noise: Measurement | None,
+        results: Sequence[Array],
+        weight: float | None,
+        run: Run | None = None,
+    ) -> None:
+        if noise is not None:
+            factor = self.prescale_factor * self.postscale_factor
+            noise.finish(results, op=self.op, weight=weight, factor=factor, run=run)
+
     def check(self, dtypes: Sequence[Any]) -> None:
         arrays = Memory([np.empty(0, dtype) for dtype in dtypes], fresh=True)
         part = Part(arrays, weight=1.0 if self.weighted else None)
@@ -267,6 +292,7 @@ class _Exchanges:
 
     def __init__(self) -> None:
         self.is_first = True  # the next one
+        self.n_steps = 0
         self.drift = DriftCheck(check_every(), "raise")
 
 

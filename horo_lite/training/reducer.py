@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from horo_lite import ops
+from horo_lite import ops, settings
 from horo_lite.adapters import Adapter, adapter_of
 from horo_lite.arguments import QUANTIZED
 from horo_lite.collectives.arrays import HOST, gpu_of
@@ -33,7 +33,7 @@ from horo_lite.collectives.reductions import (
 from horo_lite.errors import MismatchError, NonFiniteError, PeerLostError, StallError, warn
 from horo_lite.recording import recorder
 from horo_lite.state import drift
-from horo_lite.training import step_record
+from horo_lite.training import gradient_noise, step_record
 from horo_lite.training.gradient_memory import (
     Finding,
     Gradients,
@@ -91,6 +91,7 @@ class Offer(NamedTuple):
     hyperparameters: Hyperparameters
     failure: str  # why this rank cannot take part
     is_first: bool  # of this rank's reducer; others may have been made anew
+    measures_noise: bool
 
     @property
     def number(self) -> int:
@@ -98,7 +99,7 @@ class Offer(NamedTuple):
         agreed = 0 if self.agreed is None else self.agreed.digest
         rest = hash63(
             f"{self.step} {self.attempt} {agreed} {self.plan.digest} {self.note} {self.finding} "
-            f"{digest(self.hyperparameters)} {self.failure} {self.is_first}"
+            f"{digest(self.hyperparameters)} {self.failure} {self.is_first} {self.measures_noise}"
         )
         return rest // _MOST_BUCKETS * _MOST_BUCKETS + min(self.n_begun, _MOST_BUCKETS - 1)
 
@@ -126,6 +127,7 @@ class Common(NamedTuple):
     all_are_here: bool  # no rank has joined
     is_first: bool  # for every rank
     some_begin: bool  # it is the first of some rank's reducer, if this is compared
+    measures_noise: bool  # every rank
     warnings: Sequence[str] = ()  # about what the ranks begin with
 
 
@@ -250,11 +252,14 @@ class Reducer:
             "prescale_factor": prescale_factor,
             "postscale_factor": postscale_factor,
         }
+        self._noise_every = settings.noise_every()
+        self._n_steps = 0
         self.options = {
             "op": op.name,
             "compression": str(compression.name),
             "backward_passes_per_step": str(passes),
             "check_finite": str(check_finite),
+            "noise_every": str(self._noise_every),
             **dict(options),
         }
         self._check_finite = check_finite
@@ -315,13 +320,14 @@ class Reducer:
         self._is_first = self._checks_start
         self.number = 0
         self._attempt = 1
+        self._n_steps = 0
         self._compression.reset()
         if not self._step.handles:
             self._step = self._new_step()
 
     def _new_step(self) -> Step:
         n_awaited = [] if self._agreed is None else list(self._agreed.n_members)
-        return Step(n_awaited, [0] * len(self._parameters))
+        return Step(n_awaited, [0] * len(self._parameters), waits=self._measures_noise)
 
     @property
     def weight(self) -> float | None:
@@ -411,6 +417,7 @@ class Reducer:
         """
         try:
             common = self._finish(note, numbers)
+            self._n_steps += 1
         except (PeerLostError, StallError):
             raise  # this world can no longer be used
         except BaseException:
@@ -421,7 +428,8 @@ class Reducer:
             self._step = self._new_step()
         recorder.step()
         if self._trials is not None:
-            self._try_next(self._trials, common.all_are_here)
+            counts = common.all_are_here and not common.measures_noise
+            self._try_next(self._trials, counts)
         label, self._attempt = self._label, 1
         for text in common.warnings if self.group.rank == 0 else ():
             warn(text)
@@ -429,10 +437,10 @@ class Reducer:
             self._report(common.findings, label)
         return common
 
-    def _try_next(self, trials: Trials, all_are_here: bool) -> None:
+    def _try_next(self, trials: Trials, counts: bool) -> None:
         """Continue with the compression that is to be tried next, or has been chosen."""
         before = trials.candidate
-        trials.end_step(self._what, counts=all_are_here)
+        trials.end_step(self._what, counts=counts)
         if trials.is_over:
             self._trials = None
         if trials.candidate is not before:
@@ -443,15 +451,15 @@ class Reducer:
     def _finish(self, note: Any, numbers: Hyperparameters) -> Common:
         self._overlap.end(self._step.began)
         try:
-            own = self._read()
-            mine = self._describe(own)
+            read = self._read()
+            mine = self._describe(read)
         except Exception as error:
             self.fail(error)
-        arrays, copied = own.arrays, own.copied
+        arrays, copied = read.arrays, read.copied
         if self._compares_later() and self._follow(mine, arrays, copied):
             self._record(arrays)
             notes = dict.fromkeys(self.group.transport.ranks, note)
-            return Common(mine, 0, notes, {}, True, False, False)
+            return Common(mine, 0, notes, {}, True, False, False, False)
         common = self._agree(self._offer(mine, note, numbers))
         plan, n_begun = common.plan, common.n_begun
         if common.is_first and not n_begun:
@@ -459,6 +467,9 @@ class Reducer:
         self._is_first = False
         if plan is not mine:
             self._fill(plan, arrays, copied)
+        noise = None
+        if common.measures_noise and common.all_are_here and not n_begun:
+            noise = self._measurement([arrays[i] for i in plan.travelling])
         rest, handles = plan.travelling, self._step.handles
         if n_begun and self._agreed is not None:
             early = {i for bucket in self._agreed.plan.buckets[:n_begun] for i in bucket}
@@ -482,6 +493,10 @@ class Reducer:
         if self._agreed is None or self._agreed.plan != plan:
             self._agreed = AgreedPlan.of(plan, arrays)  # buckets leave early under it from now on
         self._record(arrays)
+        if noise is not None:
+            factor = self._how["prescale_factor"] * self._how["postscale_factor"]
+            averages = [arrays[i] for i in plan.travelling]
+            noise.finish(averages, op=self._op, weight=self._step.weight, factor=factor)
         return common
 
     def _read(self) -> Gradients:
@@ -646,6 +661,24 @@ class Reducer:
                 str(self._compression.name),
             )
 
+    # How much of the averages is noise.
+
+    @property
+    def _measures_noise(self) -> bool:
+        """Whether this step does."""
+        return (
+            self._noise_every > 0
+            and self.group.size > 1
+            and self.division is None
+            and gradient_noise.is_due(self._n_steps + 1, self._op, self._compression)
+        )
+
+    def _measurement(self, gradients: Sequence[Any]) -> gradient_noise.Measurement:
+        title = self._title or f"optimizer {self.number}"
+        names = [name for name, _ in self._parameters]
+        step = self._n_steps + 1
+        return gradient_noise.Measurement(self.group, title, names, step, gradients)
+
     def reset_unless_finite(self, results: Sequence[Any]) -> None:
         """Forget what a compressor keeps of a step that overflowed, which the caller will skip.
 
@@ -660,6 +693,8 @@ class Reducer:
 
     def _compares_later(self) -> bool:
         if self._agreed is None or not self._agreed.plan.gpu or self._op is Adasum:
+            return False
+        if self._measures_noise:
             return False
         if isinstance(self._compression, OwnCompressor) or self._compression.exchanges:
             return False
@@ -722,6 +757,7 @@ class Reducer:
             numbers,
             failure,
             self._is_first,
+            self._measures_noise,
         )
 
     def _agree(self, mine: Offer) -> Common:
@@ -745,7 +781,8 @@ class Reducer:
         n_begun = max(numbers[r] % _MOST_BUCKETS for r in here)
         notes = dict.fromkeys(ranks, mine.note)
         first = mine.is_first
-        return Common(mine.plan, n_begun, notes, findings, all_are_here, first, first)
+        noise = mine.measures_noise
+        return Common(mine.plan, n_begun, notes, findings, all_are_here, first, first, noise)
 
     def _settle(self, mine: Offer, here: Sequence[int]) -> Common:
         """Agree with the other ranks `here`, whose plans differ, if that is possible."""
@@ -792,7 +829,8 @@ class Reducer:
         notes = {rank: offer.note for rank, offer in zip(ranks, offers, strict=True)}
         findings = {rank: offer.finding for rank, offer in zip(ranks, offers, strict=True)}
         firsts = [offer.is_first for offer in offers]
-        return Common(plan, n_begun, notes, findings, False, all(firsts), any(firsts))
+        noise = all(offer.measures_noise for offer in offers)
+        return Common(plan, n_begun, notes, findings, False, all(firsts), any(firsts), noise)
 
     def _join_attempts(self, attempts: Sequence[int], here: Sequence[int]) -> None:
         """Continue with one attempt, from its beginning; MismatchError if gradients were mixed."""

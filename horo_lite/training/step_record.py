@@ -151,7 +151,7 @@ def _sketches(named: Named, readable: Readable) -> dict[str, list[Any]]:
         except (TypeError, ValueError, BufferError, RuntimeError):  # such as a sparse gradient
             continue
         if tensors.is_float(0):
-            numbers = [float(f"{x:.12g}") for x in sketch(_reals(tensors))]
+            numbers = [float(f"{x:.12g}") for x in sketch(reals(tensors))]
             found[name] = [tensors.dtype(0), *numbers]
     return found
 
@@ -186,7 +186,7 @@ def _random_signs(seed: int, n: int) -> NDArray[np.float64]:
     return signs[np.random.RandomState(seed).randint(0, 2, n)]
 
 
-def _reals(tensors: Tensors) -> NDArray[Any]:
+def reals(tensors: Tensors) -> NDArray[Any]:
     """Return the real numbers in an array in host memory, or the parts of complex ones."""
     address, n_bytes = tensors.buffers()[0]
     if not n_bytes:

@@ -186,6 +186,21 @@ for compiled in (True, False):
         assert Comparison(alone, together, 1e-4).is_same
         assert Comparison(alone, own, 1e-4).finding.step == 1
     hvd.barrier()
+
+import horo_lite
+
+# How much of the averages is noise, which no rank knows by itself.
+os.environ["HORO_LITE_NOISE_EVERY"] = "2"
+for compiled in (True, False):
+    average = jax.jit(hvd.average_gradients) if compiled else hvd.average_gradients
+    for step in range(4):
+        jax.block_until_ready(average({f"noise {compiled}": jnp.array([1.0 + rank, 2.0])}))
+del os.environ["HORO_LITE_NOISE_EVERY"]
+numbers = np.arange(1, size + 1)
+expected = numbers.var() / (size - 1) / (numbers.mean() ** 2 + 4)
+measured = [(noise.steps, noise.share()) for noise in horo_lite.gradient_noise()]
+assert len(measured) == 2 and all(steps == [2, 4] for steps, _ in measured), measured
+assert np.allclose([share for _, share in measured], expected, rtol=1e-4), (measured, expected)
 """,
         np,
         way,
