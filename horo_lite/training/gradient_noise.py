@@ -160,7 +160,8 @@ class Measurement:
         factor *= self._group.size if op is Sum else 1
         average = _squared_norm(results, self._group) / factor**2 if factor else 0.0
         mine = (self._own, 1.0 if weight is None else weight)
-        what = f"noise of {self._title}, step {self._step}"
+        # Without the step's number, which differs on ranks that have given up different steps.
+        what = f"noise of {self._title}"
         everyone: list[tuple[float, float]] = gathered(self._group, mine, what, run=run)
         share = noise_share(everyone, average)
         if share is not None:

@@ -54,6 +54,11 @@ def train(group: Group, n_samples: int, n_steps: int = 6, **options: Any) -> hvd
     return noise
 
 
+def one(group: Group, **options: Any) -> tuple[Reducer, Parameter]:
+    parameter = Parameter(np.ones(N, np.float32))
+    return Reducer(group, Adapter(), [("p", parameter)], **options), parameter
+
+
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize(
     "options",
@@ -73,9 +78,7 @@ def test_the_share_is_that_of_the_noise(size: int, options: dict[str, Any]) -> N
 
 def test_factors_do_not_count() -> None:
     def rank(group: Group) -> float:
-        parameter = Parameter(np.ones(N, np.float32))
-        factors = {"prescale_factor": 0.25, "postscale_factor": 3.0}
-        reducer = Reducer(group, Adapter(), [("p", parameter)], op=hvd.Sum, **factors)
+        reducer, parameter = one(group, op=hvd.Sum, prescale_factor=0.25, postscale_factor=3.0)
         for step in range(3):
             parameter.grad = noisy(group, step, 2, scale=1e6).astype(np.float32)
             reducer.finish()
@@ -116,8 +119,7 @@ def test_weights_count_as_samples() -> None:
     samples = [2, 0, 10]
 
     def rank(group: Group) -> float | None:
-        parameter = Parameter(np.ones(N, np.float32))
-        reducer = Reducer(group, Adapter(), [("p", parameter)])
+        reducer, parameter = one(group)
         n = samples[group.rank]
         for step in range(3):
             parameter.grad = noisy(group, step, n) if n else np.zeros(N)
@@ -148,6 +150,47 @@ def test_nothing_leaves_early_in_a_step_that_is_measured() -> None:
         return early
 
     assert run_threads(2, rank) == [[False, True, False, True, True, False]] * 2
+
+
+def test_steps_without_all_ranks_are_not_measured() -> None:
+    def rank(group: Group) -> list[int]:
+        reducer, parameter = one(group)
+        for n_steps in (5 + 4 * group.rank, 3):
+            for step in range(n_steps):
+                parameter.grad = noisy(group, step, 1).astype(np.float32)
+                reducer.finish()
+            group.join()
+        (noise,) = hvd.gradient_noise(group)
+        return noise.steps
+
+    # Both have begun to count anew.
+    assert run_threads(2, rank) == [[3, 3]] * 2
+
+
+def test_ranks_that_have_counted_differently(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rank(group: Group) -> int:
+        reducer, parameter = one(group)
+        reducer._n_steps = group.rank  # one has given up a step
+        for step in range(6):
+            parameter.grad = noisy(group, step, 1).astype(np.float32)
+            reducer.finish()
+        return sum(len(noise.steps) for noise in hvd.gradient_noise(group))
+
+    assert run_threads(2, rank) == [0, 0]
+    monkeypatch.setenv("HORO_LITE_NOISE_EVERY", "1")
+    assert run_threads(2, rank) == [6, 6]
+
+
+def test_averages_of_a_share_are_not_measured() -> None:
+    def rank(group: Group) -> int:
+        reducer, parameter = one(group)
+        reducer.division = [[(0, N // 2), (N // 2, N)]]
+        for step in range(3):
+            parameter.grad = noisy(group, step, 1).astype(np.float32)
+            reducer.finish()
+        return len(hvd.gradient_noise(group))
+
+    assert run_threads(2, rank) == [0, 0]
 
 
 def test_noise_alone_and_none() -> None:
@@ -183,8 +226,7 @@ def test_what_is_no_average_of_gradients_is_not_measured() -> None:
     def rank(group: Group) -> int:
         for compression in (hvd.Compression.int8, hvd.Compression.none):
             op = hvd.Average if compression is hvd.Compression.int8 else hvd.Max
-            parameter = Parameter(np.ones(N, np.float32))
-            reducer = Reducer(group, Adapter(), [("p", parameter)], op=op, compression=compression)
+            reducer, parameter = one(group, op=op, compression=compression)
             for step in range(3):
                 parameter.grad = noisy(group, step, 1).astype(np.float32)
                 reducer.finish()
