@@ -17,7 +17,7 @@ from horo_lite.context import Device, World
 from horo_lite.errors import HoroLiteError, in_one_line, warn
 from horo_lite.messages import Messages
 from horo_lite.recording import timeline
-from horo_lite.settings import Settings, unknown_variables
+from horo_lite.settings import Settings, noise_every, unknown_variables
 from horo_lite.start import (
     arrivals,
     clocks,
@@ -34,7 +34,6 @@ from horo_lite.start.cores import cores_of_process, take_cores, threads_chosen
 from horo_lite.start.rank_info import Position, RankInfo, position_of
 from horo_lite.start.rendezvous import Rendezvous
 from horo_lite.start.rendezvous_spec import RendezvousSpec, is_one_host, rendezvous_spec
-from horo_lite.training import gradient_noise
 from horo_lite.transports import connect
 from horo_lite.transports.peers import ObjectCommunicator, allgather_objects, host_key
 
@@ -63,7 +62,11 @@ class Session(NamedTuple):
         """Leave the world and all its groups."""
         if self.world.rank == 0:
             stall.print_summary(stall.detector_of(self.world), time.monotonic() - self.began)
-        gradient_noise.print_summary([self.world.group, *self.subgroups])
+        with contextlib.suppress(ValueError):  # which was raised where noise was to be measured
+            if noise_every():
+                from horo_lite.training import gradient_noise
+
+                gradient_noise.print_summary([self.world.group, *self.subgroups])
         with contextlib.ExitStack() as closing:  # the last first, each whatever the others raise
             closing.callback(self.messages.close)
             closing.callback(self.world.group.close, reason)

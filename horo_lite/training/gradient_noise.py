@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -64,7 +62,7 @@ class GradientNoise:
             end: Where it ends.
         """
         n = len(self.shares)
-        return min(median(self.shares[int(begin * n) : max(math.ceil(end * n), 1)]), 1.0)
+        return min(float(np.median(self.shares[int(begin * n) : max(math.ceil(end * n), 1)])), 1.0)
 
     def fewer_steps(self, factor: float, begin: float = 0.0, end: float = 1.0) -> float:
         """Return how many times fewer steps `factor` times as many ranks need for the same loss.
@@ -78,18 +76,21 @@ class GradientNoise:
             end: Likewise.
         """
         share = self.share(begin, end)
-        return 1 / max(1 - share + share / factor, 1e-9)
+        needed = 1 - share + share / factor
+        return 1 / needed if needed > 0 else math.inf
 
     def __str__(self) -> str:
         n = len(self.shares)
         thirds = [self.share(third / 3, (third + 1) / 3) for third in range(3)]
         course = ", ".join(f"{share:.0%}" for share in thirds)
+        limit = self.fewer_steps(math.inf)
+        most = f", and no number more than {limit:.3g}" if limit < math.inf else ""
         return (
             f"{self.share():.0%} of the averaged gradients of {self.title} are noise, by their "
             f"squared norm (median of {n} steps"
             f"{f'; in thirds of the run: {course}' if n > 8 else ''}). So for the same loss, twice "
             f"as many ranks need {self.fewer_steps(2):.2f} times fewer steps, 4 times as many "
-            f"{self.fewer_steps(4):.2f}, and no number more than {self.fewer_steps(math.inf):.3g}"
+            f"{self.fewer_steps(4):.2f}{most}"
         )
 
 
@@ -202,16 +203,18 @@ def noise_share(ranks: Sequence[tuple[float, float]], average: float) -> float |
 
 
 def print_summary(groups: Sequence[Group]) -> None:
-    """Say what was measured, if this is the first rank of one of these groups."""
+    """Say what was measured, if this is the first rank of one of these groups.
+
+    The first of them is the world.
+    """
     found = [(group, noise) for group in groups for noise in gradient_noise(group)]
     for group, noise in found:
         if group.rank == 0:
             say(str(noise))
-    with suppress(ValueError):  # which was raised where the noise was to be measured
-        every, world = settings.noise_every(), groups[0]
-        if every and not found and world.rank == 0 and world.size > 1:
-            say(
-                f"the gradients' noise was not measured: HORO_LITE_NOISE_EVERY={every} needs an "
-                f"optimizer that averages gradients over several ranks in at least {every} steps, "
-                "and neither int8, int4 nor a compression of your own"
-            )
+    every, world = settings.noise_every(), groups[0]
+    if every and not found and world.rank == 0 and world.size > 1:
+        say(
+            f"the gradients' noise was not measured: HORO_LITE_NOISE_EVERY={every} needs an "
+            f"optimizer that averages gradients over several ranks in at least {every} steps, "
+            "and neither int8, int4 nor a compression of your own"
+        )
