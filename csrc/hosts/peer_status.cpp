@@ -141,7 +141,9 @@ void PeerStatus::note(const ShortMessage& message) {
 
 // Under the mutex.
 void PeerStatus::check_lost(const std::string& doing) const {
-  if (!lost_.empty()) throw PeerLost(lost_, doing);
+  if (lost_.empty()) return;
+  detector_->check();  // a rank that gives up since nothing has moved says so first
+  throw PeerLost(lost_, doing);
 }
 
 void PeerStatus::check_all() {

@@ -301,13 +301,19 @@ void ShmGroup::report_wait(StallDetector::Wait& wait, Flag RankBlock::* which, u
     (here ? arrived : late).push_back(ranks_[r]);
     flags.push_back(round != nullptr && here ? block(r).headers[value % 2].flags : 0);
   }
-  try {
+  unless_stalled([&] {
     const std::string label = block(rank_).label.get();
     if (round != nullptr) {
       wait.look();
       round->on_wait(flags);
     } else if (label == kJoin) detector_->check();
     else wait.report_if_due(label + scope_, arrived, late);
+  });
+}
+
+void ShmGroup::unless_stalled(const std::function<void()>& look) {
+  try {
+    look();
   } catch (const Stalled& stalled) {
     note_broken(stalled.what());
     abandon(stalled.what());
@@ -329,6 +335,8 @@ bool ShmGroup::died(int rank) {
 }
 
 void ShmGroup::lost(const std::string& cause) {
+  // A rank that gives up since nothing has moved says so first: then all raise the same error.
+  if (detector_ != nullptr) unless_stalled([&] { detector_->check(); });
   const PeerLost lost(cause, name(rank_) + " waited in " + block(rank_).label.get());
   note_broken(lost.what());
   pass_on(cause);

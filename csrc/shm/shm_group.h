@@ -163,6 +163,8 @@ class ShmGroup {
   // Says which rank has died or given up, or that `awaited` has left; "" if there is no problem.
   std::string why_lost(int awaited);
   void report_wait(StallDetector::Wait& wait, Flag RankBlock::* flag, uint32_t value, const Round* round);
+  // Runs `look`; what tells it that the job has stalled ends this group, too.
+  void unless_stalled(const std::function<void()>& look);
   void note_broken(const std::string& why);
   [[noreturn]] void lost(const std::string& cause);
   void end(uint32_t how, const std::string& reason);

@@ -229,6 +229,19 @@ def test_the_limit_of_a_thread_holds_also_if_another_one_waits_for_the_same() ->
     assert passed
 
 
+def test_a_rank_that_gives_up_because_of_a_stall_is_no_lost_peer() -> None:
+    """Who finds it between two looks at the detector raises the same error as all others."""
+    detectors = detectors_of(2)
+    natives = thread_group(2)
+    for native, detector in zip(natives, detectors, strict=True):
+        native.watched_by(detector, range(2))
+    natives[0].check_peers("before")
+    detectors[1].stall("nothing has moved")
+    natives[1].abandon("nothing has moved")
+    with pytest.raises(hvd.StallError, match="nothing has moved"):
+        natives[0].check_peers("after")
+
+
 def test_ranks_that_wait_for_each_other(capfd: pytest.CaptureFixture[str]) -> None:
     """In different groups, each of which sees nothing wrong."""
     detectors = detectors_of(3, abort_s=2.0)
