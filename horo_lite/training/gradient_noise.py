@@ -127,7 +127,7 @@ class Measurement:
     """A measurement in one step, from before the exchange of gradients until after it.
 
     Args:
-        group: The ranks, all of which take part.
+        group: The ranks.
         title: Whose gradients they are; see `GradientNoise`.
         names: Of the gradients.
         step: Its number.
@@ -149,7 +149,7 @@ class Measurement:
         factor: float,
         run: Run | None = None,
     ) -> None:
-        """Note the share of noise in the results of the exchange. Collective.
+        """Note the share of noise in the results, unless some rank has joined. Collective.
 
         Args:
             results: The averages or sums that this rank has received.
@@ -163,9 +163,10 @@ class Measurement:
         mine = (self._own, 1.0 if weight is None else weight)
         # Without the step's number, which differs on ranks that have given up different steps.
         what = f"noise of {self._title}"
-        everyone: list[tuple[float, float]] = gathered(self._group, mine, what, run=run)
+        everyone: list[tuple[float, float]]
+        everyone = gathered(self._group, mine, what, needs_all=False, run=run)
         share = noise_share(everyone, average)
-        if share is not None:
+        if share is not None and len(everyone) == self._group.size:  # no rank has joined
             key = self._title, self._names
             noise = _kept(self._group).setdefault(key, GradientNoise(self._title))
             noise.steps.append(self._step)

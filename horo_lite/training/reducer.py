@@ -468,7 +468,7 @@ class Reducer:
         if plan is not mine:
             self._fill(plan, arrays, copied)
         noise = None
-        if common.measures_noise and common.all_are_here and not n_begun:
+        if common.measures_noise and not n_begun:
             noise = self._measurement([arrays[i] for i in plan.travelling])
         rest, handles = plan.travelling, self._step.handles
         if n_begun and self._agreed is not None:
