@@ -452,6 +452,29 @@ def check_optimizer(group: Group) -> None:
             assert np.allclose(got, expected, rtol=1e-3), (compression, i, got, expected)
 
 
+def check_noise(group: Group) -> None:
+    """A step that measures the noise reads gradients and averages in stream order."""
+    os.environ["HORO_LITE_NOISE_EVERY"] = "3"
+    inner = Descent([on_gpu(np.zeros(shape), np.float32) for shape in SHAPES])
+    optimizer = hvd.DistributedOptimizer(inner, group=group)
+    for step in range(7):
+        inner.grads = [on_gpu(gradient(group.rank, i, step)) for i in range(len(SHAPES))]
+        optimizer.step()
+    del os.environ["HORO_LITE_NOISE_EVERY"]
+    found = hvd.gradient_noise(group)
+    assert bool(found) == (group.size > 1)
+    for noise in found:
+        assert noise.steps == [3, 6]
+        for step, share in zip((2, 5), noise.shares, strict=True):
+            of_ranks = [
+                np.concatenate([gradient(r, i, step).ravel() for i in range(len(SHAPES))])
+                for r in range(group.size)
+            ]
+            average = np.mean(of_ranks, axis=0)
+            variance = np.sum(np.var(of_ranks, axis=0, ddof=1)) / group.size
+            assert np.isclose(share, variance / np.sum(average**2), rtol=1e-4)
+
+
 def check_drift(group: Group) -> None:
     """Replicas on GPUs are compared in stream order, and repaired in place."""
     size, odd = group.size, group.size - 1
