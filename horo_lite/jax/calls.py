@@ -239,7 +239,7 @@ class Allreduce(Call):
         known.n_steps += 1
         if not is_due(known.n_steps, self.op, self.compression):
             return None
-        title = self.name or "gradients inside jit"
+        title = self.name or "gradients"
         return Measurement(self.ranks(), title, self.names, known.n_steps, gradients)
 
     def _finish(

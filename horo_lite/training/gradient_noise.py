@@ -42,8 +42,8 @@ class GradientNoise:
     """The share of noise in the averages of an optimizer's gradients, in some steps.
 
     Attributes:
-        title: The optimizer, such as "optimizer 1": they are numbered in the order of their first
-            steps.
+        title: Such as "gradients of optimizer 1": optimizers are numbered in the order of their
+            first steps.
         steps: The steps that were measured; the first one of the optimizer is 1.
         shares: For each of them, how much of the squared norm of the averaged gradient is noise: 0
             if all ranks have the same gradient, 1 if these have nothing in common. An estimate,
@@ -86,11 +86,10 @@ class GradientNoise:
         limit = self.fewer_steps(math.inf)
         most = f", and no number more than {limit:.3g}" if limit < math.inf else ""
         return (
-            f"{self.share():.0%} of the averaged gradients of {self.title} are noise, by their "
-            f"squared norm (median of {n} steps"
-            f"{f'; in thirds of the run: {course}' if n > 8 else ''}). So for the same loss, twice "
-            f"as many ranks need {self.fewer_steps(2):.2f} times fewer steps, 4 times as many "
-            f"{self.fewer_steps(4):.2f}{most}"
+            f"{self.title}: {self.share():.0%} of their average is noise, by its squared norm "
+            f"(median of {n} steps{f'; in thirds of the run: {course}' if n > 8 else ''}). So for "
+            f"the same loss, twice as many ranks need {self.fewer_steps(2):.2f} times fewer steps, "
+            f"4 times as many {self.fewer_steps(4):.2f}{most}"
         )
 
 

@@ -347,7 +347,11 @@ class Reducer:
     @property
     def _what(self) -> str:
         """The optimizer, and which of its exchanges is the next."""
-        return f"{self._title or f'gradients of optimizer {self.number}'}{self.position}"
+        return self._subject + self.position
+
+    @property
+    def _subject(self) -> str:
+        return self._title or f"gradients of optimizer {self.number}"
 
     @property
     def _label(self) -> str:
@@ -655,7 +659,7 @@ class Reducer:
             values = drift.values_of(known()) if known else self._values(range(len(names)))
             step_record.record_for(
                 self.group,
-                self._title or f"gradients of optimizer {self.number}",
+                self._subject,
                 zip(names, received, strict=False),
                 values,
                 str(self._compression.name),
@@ -674,10 +678,9 @@ class Reducer:
         )
 
     def _measurement(self, gradients: Sequence[Any]) -> gradient_noise.Measurement:
-        title = self._title or f"optimizer {self.number}"
         names = [name for name, _ in self._parameters]
         step = self._n_steps + 1
-        return gradient_noise.Measurement(self.group, title, names, step, gradients)
+        return gradient_noise.Measurement(self.group, self._subject, names, step, gradients)
 
     def reset_unless_finite(self, results: Sequence[Any]) -> None:
         """Forget what a compressor keeps of a step that overflowed, which the caller will skip.

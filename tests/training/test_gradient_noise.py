@@ -71,7 +71,7 @@ def one(group: Group, **options: Any) -> tuple[Reducer, Parameter]:
 def test_the_share_is_that_of_the_noise(size: int, options: dict[str, Any]) -> None:
     for noise in run_threads(size, lambda group: train(group, 8, **options)):
         variance = 6 / (8 * size)
-        assert noise.title == "optimizer 1"
+        assert noise.title == "gradients of optimizer 1"
         assert noise.steps == [3, 6]
         assert noise.share() == pytest.approx(variance / (1 + variance), abs=0.02)
 
@@ -96,9 +96,9 @@ def test_the_summary(capsys: pytest.CaptureFixture[str]) -> None:
     text = run_threads(2, rank)[0]
     assert capsys.readouterr().err == f"[horo_lite] {text}\n"
     shares = [0.5, 0.5, 0.25, 0.75, 0.75, 0.75, 0.75, 1.0, 1.0]
-    assert str(hvd.GradientNoise("optimizer 1", list(range(9)), shares)) == (
-        "75% of the averaged gradients of optimizer 1 are noise, by their squared norm (median of "
-        "9 steps; in thirds of the run: 50%, 75%, 100%). So for the same loss, twice as many ranks "
+    assert str(hvd.GradientNoise("gradients of optimizer 1", list(range(9)), shares)) == (
+        "gradients of optimizer 1: 75% of their average is noise, by its squared norm (median of 9 "
+        "steps; in thirds of the run: 50%, 75%, 100%). So for the same loss, twice as many ranks "
         "need 1.60 times fewer steps, 4 times as many 2.29, and no number more than 4"
     )
 
@@ -204,7 +204,7 @@ def test_noise_alone_and_none() -> None:
 
 
 def test_steps_follow_amdahls_law() -> None:
-    noise = hvd.GradientNoise("optimizer 1", [1, 2, 3], [0.5, 0.75, 2.0])
+    noise = hvd.GradientNoise("gradients of optimizer 1", [1, 2, 3], [0.5, 0.75, 2.0])
     assert noise.share() == 0.75
     assert noise.fewer_steps(1) == 1
     assert noise.fewer_steps(3) == 2
@@ -212,7 +212,9 @@ def test_steps_follow_amdahls_law() -> None:
     assert noise.share(2 / 3) == 1
     assert noise.fewer_steps(4, begin=2 / 3) == 4
     assert noise.fewer_steps(math.inf, begin=2 / 3) == math.inf
-    assert str(hvd.GradientNoise("optimizer 1", [1], [1.5])).endswith("4 times as many 4.00")
+    assert str(hvd.GradientNoise("gradients of optimizer 1", [1], [1.5])).endswith(
+        "4 times as many 4.00"
+    )
 
 
 @pytest.mark.parametrize("every", ["0", ""])
