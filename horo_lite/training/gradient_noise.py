@@ -88,8 +88,8 @@ class GradientNoise:
         return (
             f"{self.title}: {self.share():.0%} of their average is noise, by its squared norm "
             f"(median of {n} steps{f'; in thirds of the run: {course}' if n > 8 else ''}). So for "
-            f"the same loss, twice as many ranks need {self.fewer_steps(2):.2f} times fewer steps, "
-            f"4 times as many {self.fewer_steps(4):.2f}{most}"
+            f"the same loss, twice as many ranks may need {self.fewer_steps(2):.2f} times fewer "
+            f"steps, 4 times as many {self.fewer_steps(4):.2f}{most}"
         )
 
 

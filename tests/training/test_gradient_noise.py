@@ -99,7 +99,7 @@ def test_the_summary(capsys: pytest.CaptureFixture[str]) -> None:
     assert str(hvd.GradientNoise("gradients of optimizer 1", list(range(9)), shares)) == (
         "gradients of optimizer 1: 75% of their average is noise, by its squared norm (median of 9 "
         "steps; in thirds of the run: 50%, 75%, 100%). So for the same loss, twice as many ranks "
-        "need 1.60 times fewer steps, 4 times as many 2.29, and no number more than 4"
+        "may need 1.60 times fewer steps, 4 times as many 2.29, and no number more than 4"
     )
 
 
