@@ -23,7 +23,7 @@ from horo_lite.collectives.reductions import AllReduce, Average, Op, Sum
 from horo_lite.context import on_ended, on_ending, on_renewed
 from horo_lite.errors import raised_in_graphs, warn
 from horo_lite.jax.primitive import bind, complete
-from horo_lite.settings import check_every
+from horo_lite.settings import check_every, noise_every
 from horo_lite.state.drift import DriftCheck, Run, differences
 from horo_lite.training import step_record
 from horo_lite.training.gradient_memory import compare_samples, hash_of
@@ -237,7 +237,7 @@ class Allreduce(Call):
         if known is None:
             return None
         known.n_steps += 1
-        if not is_due(known.n_steps, self.op, self.compression):
+        if not is_due(known.n_steps, noise_every(), self.op, self.compression):
             return None
         title = self.name or "gradients"
         return Measurement(self.ranks(), title, self.names, known.n_steps, gradients)

@@ -107,12 +107,17 @@ def _kept(group: Group) -> dict[object, GradientNoise]:
     return known
 
 
-def is_due(step: int, op: AnyOp, compression: Compressor) -> bool:
+def is_due(step: int, every: int, op: AnyOp, compression: Compressor) -> bool:
     """Return whether the noise is measured in that step, the first of which is 1.
 
     It cannot be measured if the ranks receive something else than the average of what they have.
+
+    Args:
+        step: The number of the step.
+        every: See `settings.noise_every`.
+        op: How the gradients are combined.
+        compression: How they travel.
     """
-    every = settings.noise_every()
     return (
         every > 0
         and step % every == 0

@@ -471,9 +471,10 @@ class Reducer:
         self._is_first = False
         if plan is not mine:
             self._fill(plan, arrays, copied)
+        gradients = [arrays[i] for i in plan.travelling]
         noise = None
         if common.measures_noise and not n_begun:
-            noise = self._measurement([arrays[i] for i in plan.travelling])
+            noise = self._measurement(gradients)
         rest, handles = plan.travelling, self._step.handles
         if n_begun and self._agreed is not None:
             early = {i for bucket in self._agreed.plan.buckets[:n_begun] for i in bucket}
@@ -493,14 +494,13 @@ class Reducer:
             self.group.synchronize(handle)
         if copied:
             self._write_back(plan, copied)
-        self.reset_unless_finite([arrays[i] for i in plan.travelling])
+        self.reset_unless_finite(gradients)
         if self._agreed is None or self._agreed.plan != plan:
             self._agreed = AgreedPlan.of(plan, arrays)  # buckets leave early under it from now on
         self._record(arrays)
         if noise is not None:
             factor = self._how["prescale_factor"] * self._how["postscale_factor"]
-            averages = [arrays[i] for i in plan.travelling]
-            noise.finish(averages, op=self._op, weight=self._step.weight, factor=factor)
+            noise.finish(gradients, op=self._op, weight=self._step.weight, factor=factor)
         return common
 
     def _read(self) -> Gradients:
@@ -670,12 +670,10 @@ class Reducer:
     @property
     def _measures_noise(self) -> bool:
         """Whether this step does."""
-        return (
-            self._noise_every > 0
-            and self.group.size > 1
-            and self.division is None
-            and gradient_noise.is_due(self._n_steps + 1, self._op, self._compression)
-        )
+        if self.group.size == 1 or self.division is not None:
+            return False
+        step, every = self._n_steps + 1, self._noise_every
+        return gradient_noise.is_due(step, every, self._op, self._compression)
 
     def _measurement(self, gradients: Sequence[Any]) -> gradient_noise.Measurement:
         names = [name for name, _ in self._parameters]
