@@ -2087,7 +2087,7 @@ for p, q in zip(net.parameters(), alone.parameters()):
 # Pickled, the optimizer is wrapped again where it is unpickled.
 copies = pickle.loads(pickle.dumps([net, optimizer]))
 torch.save(net, io.BytesIO())
-x, y = next(iter(loader))
+*_, (x, y) = loader  # to its end: workers that are left in between may fail to remove their files
 for n, o in ((net, optimizer), copies):
     o.zero_grad()
     torch.nn.functional.cross_entropy(n(x[rank::size]), y[rank::size]).backward()
