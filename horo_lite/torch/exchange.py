@@ -105,7 +105,9 @@ class GradientExchange:
         self.op = options.op
         self._base = type(optimizer)
         self._inner = weakref.ref(optimizer)
-        self._attributes: dict[str, Any] = optimizer.__dict__  # shared with the wrapped one
+        # Another one with the same attributes, as the wrapped one is, which keeps neither alive.
+        self._optimizer: Any = object.__new__(self._base)
+        self._optimizer.__dict__ = optimizer.__dict__
         self._names = _names(named, self._parameters())
         self._drift = DriftCheck(options.check_every, options.on_drift)
         self.patched_step: Any = None
@@ -177,13 +179,10 @@ class GradientExchange:
 
     # The parameters.
 
-    def inner(self, wrapped: Any) -> Any:
+    def inner(self) -> Any:
         """Return the optimizer that was wrapped, or an equal one if it no longer exists."""
         inner = self._inner()
-        if inner is None:
-            inner = object.__new__(self._base)
-            inner.__dict__ = wrapped.__dict__
-        return inner
+        return self._optimizer if inner is None else inner
 
     def named(self) -> list[tuple[str, Any]]:
         return [
@@ -192,7 +191,7 @@ class GradientExchange:
 
     def kept(self) -> Iterator[tuple[str, Any]]:
         """Yield what the optimizer keeps for each parameter, in an order that all ranks have."""
-        state = self._attributes.get("state") or {}
+        state = getattr(self._optimizer, "state", None) or {}
         for name, parameter in self.named():
             of_parameter: Any = state.get(parameter)
             for key in sorted(of_parameter, key=str) if isinstance(of_parameter, dict) else ():
@@ -202,7 +201,7 @@ class GradientExchange:
                     yield f"{name} {key}", x
 
     def _parameters(self) -> list[tuple[str, Any]]:
-        return parameters_of(self._attributes["param_groups"])
+        return parameters_of(self._optimizer.param_groups)
 
     def look_at_parameters(self, *, with_gradients: bool = False) -> None:
         """Update the slots to the current parameters, and register missing hooks.
@@ -212,7 +211,7 @@ class GradientExchange:
         """
         if not self.active:
             return
-        parameters = [p for group in self._attributes["param_groups"] for p in group["params"]]
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         if len(parameters) != len(self.slots) or not all(map(is_, parameters, self._seen)):
             named = self.named()
             self._check_owned_once(named)
@@ -507,9 +506,8 @@ class GradientExchange:
             self._differs = False
 
     def _hyperparameters(self) -> Hyperparameters:
-        return hyperparameters(
-            self._attributes.get("param_groups", ()), self._attributes.get("defaults", ())
-        )
+        optimizer = self._optimizer
+        return hyperparameters(optimizer.param_groups, getattr(optimizer, "defaults", ()))
 
     def _flush_in_closure(self) -> None:
         self._flush_in_step()

@@ -99,17 +99,17 @@ class LocalSteps(GradientExchange):
 
         This takes memory for the state until the step ends.
         """
-        state = {p: _copy_of(own) for p, own in self._attributes["state"].items()}
+        state = {p: _copy_of(own) for p, own in self._optimizer.state.items()}
         return state, [
             {key: value if key == "params" else _copy_of(value) for key, value in options.items()}
-            for options in self._attributes["param_groups"]
+            for options in self._optimizer.param_groups
         ]
 
     def _restore_state(self, state: dict[Any, Any], groups: list[dict[str, Any]]) -> None:
-        own = self._attributes["state"]
+        own = self._optimizer.state
         own.clear()
         own.update(state)
-        for options, before in zip(self._attributes["param_groups"], groups, strict=True):
+        for options, before in zip(self._optimizer.param_groups, groups, strict=True):
             options.clear()
             options.update(before)
 

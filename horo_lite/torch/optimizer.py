@@ -191,7 +191,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         given = f"the class {optimizer.__name__}" if is_class else type(optimizer).__name__
         raise TypeError(
             f"{given} is not an optimizer of torch: pass a torch.optim.Optimizer, such as "
-            "torch.optim.SGD(model.parameters(), lr=0.1). For other kinds of optimizers, use "
+            "torch.optim.SGD(model.parameters(), lr=0.1). If it contains one, pass that one, and "
+            "put the result inside. For other kinds of optimizers, use "
             "horo_lite.DistributedOptimizer"
         )
     options = Options(
@@ -363,11 +364,11 @@ class _DistributedOptimizer(Sharing):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         exchange = self._exchange
-        return _wrapped, (exchange.inner(self), exchange.named(), exchange.options)
+        return _wrapped, (exchange.inner(), exchange.named(), exchange.options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         exchange = self._exchange
-        parts = exchange.inner(self), exchange.named(), exchange.options.groups
+        parts = exchange.inner(), exchange.named(), exchange.options.groups
         inner, named, groups = copy.deepcopy(parts, memo)
         return _wrapped(inner, named, replace(exchange.options, groups=groups))
 

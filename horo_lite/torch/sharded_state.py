@@ -343,8 +343,8 @@ class ShardedUpdate(GradientExchange):
     @contextmanager
     def _within_share(self, state: ShardedState) -> Iterator[None]:
         """Let the optimizer see this rank's share, its gradients and state, inside the block."""
-        attributes, parameters = self._attributes, state.parameters
-        groups = attributes["param_groups"]
+        optimizer, parameters = self._optimizer, state.parameters
+        groups = optimizer.param_groups
         of_group: dict[int, list[Any]] = {}
         place = {id(p): g for g, group in enumerate(groups) for p in group["params"]}
         pieces = []
@@ -359,11 +359,11 @@ class ShardedUpdate(GradientExchange):
                 _resemble(tensor, parameter)
                 tensor.grad = gradient
         shares = [{**group, "params": of_group.get(g, [])} for g, group in enumerate(groups)]
-        attributes["param_groups"], attributes["state"] = shares, state.own
+        optimizer.param_groups, optimizer.state = shares, state.own
         try:
             yield
         finally:
-            attributes["param_groups"], attributes["state"] = groups, state
+            optimizer.param_groups, optimizer.state = groups, state
             for group, share in zip(groups, shares, strict=True):  # some write into their options
                 group.update({key: x for key, x in share.items() if key != "params"})
             for tensor in pieces:
@@ -404,7 +404,7 @@ class ShardedUpdate(GradientExchange):
 
     def _shard(self) -> ShardedState:
         """Return the sharded state, after dividing it if it is whole. Collective in that case."""
-        state = self._attributes["state"]
+        state = self._optimizer.state
         parameters = [slot.parameter for slot in self.slots]
         if isinstance(state, ShardedState):
             if (
@@ -418,7 +418,7 @@ class ShardedUpdate(GradientExchange):
                 check_not_lost(state.group, self.group)
                 return state
             self.collect()
-            state = self._attributes["state"]
+            state = self._optimizer.state
         self._complete_averages()
         self._check_shardable()
         has_state = [bool(state.get(p)) for p in parameters]
@@ -450,7 +450,7 @@ class ShardedUpdate(GradientExchange):
                 sharded.own[tensor] = _cut(state[parameter], parameter, piece)
         known = set(map(id, parameters))
         sharded.own.update({key: x for key, x in state.items() if id(key) not in known})
-        self._attributes["state"] = sharded
+        self._optimizer.state = sharded
         # What sparse_as_dense makes sparse again has its non-zero elements where the averages are.
         if self.options.shard_gradients and not self.options.sparse_as_dense:
             self.reducer.division = _division(pieces, parameters, self._group.size)
@@ -467,7 +467,7 @@ class ShardedUpdate(GradientExchange):
         ]
         how = f"{self._base.__name__} by {self._independent}"
         named = [(slot.name, slot.parameter) for slot in self.slots]
-        state = {slot.name: self._attributes["state"].get(slot.parameter) for slot in self.slots}
+        state = {slot.name: self._optimizer.state.get(slot.parameter) for slot in self.slots}
         compare_division(self._group, label, [how, *dealt], named, lambda: state)
 
     def _check_shardable(self) -> None:
@@ -495,7 +495,7 @@ class ShardedUpdate(GradientExchange):
 
     def collect(self) -> None:
         """Make a sharded state whole, in host memory. Collective in that case."""
-        state = self._attributes["state"]
+        state = self._optimizer.state
         if not isinstance(state, ShardedState):
             return
         check_not_lost(state.group, self.group)
@@ -511,7 +511,7 @@ class ShardedUpdate(GradientExchange):
             whole[state.parameters[i]] = _joined(parts, state.parameters[i])
         known = set(map(id, state.tensors))
         whole.update({key: x for key, x in state.own.items() if id(key) not in known})
-        self._attributes["state"] = whole
+        self._optimizer.state = whole
 
 
 def _collect(optimizer: Any) -> None:
@@ -535,6 +535,12 @@ def _collect(optimizer: Any) -> None:
 def _what_is_independent(optimizer: Any, given: bool | str) -> str:
     """Return what the optimizer updates independently: elements, or parameters."""
     kind = type(optimizer)
+    if not {"param_groups", "state"} <= vars(optimizer).keys():
+        raise ValueError(
+            f"shard_state: the param_groups or the state of {kind.__name__} are those of another "
+            "optimizer inside it: pass that one to DistributedOptimizer, and the result to "
+            f"{kind.__name__}"
+        )
     if isinstance(given, str):
         return given
     known = _INDEPENDENT.get(kind.__name__)

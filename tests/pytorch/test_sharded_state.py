@@ -491,7 +491,7 @@ def test_schedulers_made_before_and_after() -> None:
 def test_a_sharded_state_cannot_be_read_written_or_copied() -> None:
     def rank(group: Group) -> None:
         net, optimizer = trained(group, KINDS["Adam"])
-        inner = optimizer._exchange.inner(optimizer)
+        inner = optimizer._exchange.inner()
         parameter = net[0].weight
         for wrong in (
             lambda: optimizer.state[parameter],

@@ -147,7 +147,31 @@ def train(optimizer: Any, net: Any, rank: int, size: int, kind: str, passes: int
     return losses
 
 
+class Lookahead(torch.optim.Optimizer):
+    """Around another optimizer, whose param_groups and state it shows, as many of its kind do."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.defaults, self.n_steps = inner, {}, 0
+        self.slow = [p.detach().clone() for group in inner.param_groups for p in group["params"]]
+
+    param_groups = property(lambda self: self.inner.param_groups)
+    state = property(lambda self: self.inner.state)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> Any:
+        result = self.inner.step(closure)
+        self.n_steps += 1
+        if self.n_steps % 2 == 0:
+            parameters = [p.data for group in self.param_groups for p in group["params"]]
+            for slow, fast in zip(self.slow, parameters, strict=True):
+                fast.copy_(slow.lerp_(fast, 0.5))
+        return result
+
+
 OPTIMIZERS = {
+    "around": lambda p: Lookahead(torch.optim.AdamW(p, lr=0.01)),
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
     "adam": lambda p: torch.optim.Adam(p, lr=0.01),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
@@ -501,6 +525,8 @@ def test_wrong_arguments() -> None:
                 DistributedOptimizer(sgd(net), **{"process_set": group, **given})
         with pytest.raises(TypeError, match=r"not an optimizer.*torch\.optim\.Optimizer"):
             DistributedOptimizer(object(), process_set=group)
+        with pytest.raises(ValueError, match="are those of another optimizer inside it: pass that"):
+            DistributedOptimizer(Lookahead(sgd(net)), process_set=group, shard_state="elements")
         with pytest.raises(TypeError, match="the class SGD is not an optimizer"):
             DistributedOptimizer(torch.optim.SGD, process_set=group)
         with pytest.raises(TypeError, match="pass group= or process_set=, not both"):
