@@ -45,7 +45,8 @@ if TYPE_CHECKING:
 ADVICE = (
     "Usual causes: no broadcast_parameters() after the model was made or loaded; a step, a "
     "load_state_dict() or a change by hand on some ranks only; a learning rate that follows a "
-    "rank's own loss; buffers that every rank computes from samples of its own; where only last "
+    "rank's own loss; buffers that every rank computes from samples of its own; an optimizer that "
+    "draws random numbers, or reads second derivatives, which are not averaged; where only last "
     "bits differ, ranks with different processors, libraries or numbers of threads, which round a "
     "norm, say, differently."
 )
