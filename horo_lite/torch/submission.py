@@ -210,15 +210,15 @@ def checked(tensors: Sequence[Tensor]) -> list[Tensor]:
                 "numbers and NumPy arrays with torch.as_tensor(), pass a list of tensors to a "
                 "grouped operation, and other objects to broadcast_object or allgather_object"
             )
-        refuse_opaque(tensor, which)
-        if tensor.layout is not torch.strided:
-            raise ValueError(
-                f"{which}it is sparse ({tensor.layout}): use sparse_allreduce_async or .to_dense()"
-            )
         if tensor.device != tensors[0].device:
             raise ValueError(
                 f"{which}it is on {tensor.device}, but tensor 0 on {tensors[0].device}: the "
                 "tensors of one call must be on one device"
+            )
+        refuse_opaque(tensor, which)
+        if tensor.layout is not torch.strided:
+            raise ValueError(
+                f"{which}it is sparse ({tensor.layout}): use sparse_allreduce_async or .to_dense()"
             )
     return [tensor.detach() for tensor in tensors]
 
@@ -287,7 +287,9 @@ def submit_alltoall(
     (source,) = checked([tensor])
     if source.dim() == 0:
         raise ValueError("alltoall needs a tensor with at least one dimension")
-    counts = _splits(splits)
+    counts: Any = splits.tolist() if isinstance(splits, Tensor) else splits
+    if isinstance(counts, (list, tuple)):  # perhaps of numbers on a GPU, which NumPy cannot read
+        counts = [n.tolist() if isinstance(n, Tensor) else n for n in counts]
     if counts is None and len(source) % group.size == 0:  # otherwise the call raises an error
         counts = [len(source) // group.size] * group.size
     name = name_of(group, "alltoall", name)
@@ -300,17 +302,6 @@ def submit_alltoall(
         return result, torch.tensor(received.tolist(), dtype=torch.int32, device=where)
 
     return Handle("alltoall", name, group, [part], finish)
-
-
-def _splits(splits: Tensor | Sequence[int] | None) -> list[int] | None:
-    if splits is None:
-        return None
-    counts: Any = splits.tolist() if isinstance(splits, Tensor) else list(splits)
-    if not isinstance(counts, list) or not all(
-        hasattr(n, "__index__") and not isinstance(n, bool) for n in counts
-    ):
-        raise ValueError(f"splits must be numbers of rows, one per rank, not {splits!r}")
-    return [int(n) for n in counts]
 
 
 def _is_plain(x: Tensor) -> bool:

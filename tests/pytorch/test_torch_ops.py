@@ -22,6 +22,8 @@ from worlds import on_ranks, script_on_ranks
 
 torch = pytest.importorskip("torch")
 
+from torch.testing._internal.two_tensor import TwoTensor  # noqa: E402
+
 import horo_lite.torch as hvd  # noqa: E402
 from horo_lite import ops  # noqa: E402
 from horo_lite.collectives.calls import AllGather  # noqa: E402
@@ -582,7 +584,7 @@ def test_adasum(size: int) -> None:
     assert all(result == results[0] for result in results)
 
 
-def test_adasum_of_equal_and_of_orthogonal_gradients() -> None:
+def test_adasum_of_equal_and_of_orthogonal_gradients(recwarn: pytest.WarningsRecorder) -> None:
     def rank(group: Group) -> None:
         k = {"op": hvd.Adasum, "process_set": group}
         assert hvd.allreduce(torch.tensor([3.0, 4.0]), **k).tolist() == [3, 4]
@@ -603,6 +605,7 @@ def test_adasum_of_equal_and_of_orthogonal_gradients() -> None:
         assert hvd.allreduce(mixed, **k).tolist() == [0.5] * 3
 
     run_threads(4, rank)
+    assert not recwarn.list
 
 
 # Errors.
@@ -667,12 +670,14 @@ def test_wrong_arguments_are_value_errors_at_the_call() -> None:
             ("bool", lambda: hvd.allreduce_async(one.bool(), op=hvd.Average, **k)),
             ("sparse", lambda: hvd.allreduce_async(one.to_sparse(), **k)),
             ("nested", lambda: hvd.allreduce(torch.nested.nested_tensor([one, one]), **k)),
+            ("MKL-DNN", lambda: hvd.allreduce_async(one.to_mkldnn(), **k)),
             ("sparse", lambda: hvd.sparse_allreduce_async(one, "x", **k)),
             ("Sum", lambda: hvd.sparse_allreduce_async(one.to_sparse(), "x", hvd.Max, **k)),
             ("not a list: .* grouped", lambda: hvd.allreduce_async([one, one], **k)),
             ("not a ndarray: .*as_tensor", lambda: hvd.allreduce_async(one.numpy(), **k)),
             ("list of tensors", lambda: hvd.grouped_allreduce_async(one, **k)),
-            ("device", lambda: hvd.grouped_allreduce_async([one, one.to("meta")], **k)),
+            ("on meta, but", lambda: hvd.grouped_allreduce_async([one, one.to("meta")], **k)),
+            ("a TwoTensor: .* contents", lambda: hvd.allreduce_async(TwoTensor(one, one), **k)),
             ("device, without", lambda: hvd.allreduce_async(one.to("meta"), **k)),
             ("op must be", lambda: hvd.allreduce_async(one, op="sum", **k)),
             ("root_rank", lambda: hvd.broadcast_async(one, 3, **k)),
@@ -684,6 +689,9 @@ def test_wrong_arguments_are_value_errors_at_the_call() -> None:
             ("splits", lambda: hvd.alltoall_async(one, [1, 1, 2], **k)),
             ("splits", lambda: hvd.alltoall_async(one, [-1, 2, 2], **k)),
             ("splits", lambda: hvd.alltoall_async(one, [1.0, 1.0, 1.0], **k)),
+            ("splits.*not 3", lambda: hvd.alltoall_async(one, 3, **k)),
+            ("splits.*not 3", lambda: hvd.alltoall_async(one, torch.tensor(3), **k)),
+            ("splits.*not True", lambda: hvd.alltoall_async(one, torch.ones(3).bool(), **k)),
             ("splits", lambda: hvd.alltoall(one.requires_grad_(), [1, 1], **k)),
             ("dimension", lambda: hvd.alltoall_async(torch.tensor(1.0), **k)),
             ("dimension", lambda: hvd.reducescatter_async(torch.tensor(1.0), **k)),
@@ -734,6 +742,11 @@ def test_wrong_arguments_are_value_errors_at_the_call() -> None:
         for _ in range(2):
             assert len(hvd.allgather(one, **k)) == 9
             assert hvd.alltoall(one, [1, 1, 1], **k)[1].tolist() == [1, 1, 1]
+            for name in ("1", "noname.x") if group.rank == 0 else ():  # no unnamed operation's
+                with pytest.raises(ValueError, match="splits"):
+                    hvd.alltoall(one, [1, 1], name=name, **k)
+        ones = [torch.tensor(1)] * 3
+        assert hvd.alltoall(one, ones, **k)[1].tolist() == [1, 1, 1]
 
     run_threads(3, rank)
 
