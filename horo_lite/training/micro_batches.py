@@ -257,7 +257,7 @@ class MicroBatches:
         label = f"micro-batches of step {step}"
         self._compare(group, label, layout)
         totals = layout.total(sum_of_all(subtrees, self.n, group, label))
-        if self._statistics is not None and statistics[0].size:
+        if self._statistics is not None:
             self._statistics.fold(allgather(np.stack(statistics), name=label, group=group))
         self._source.put(totals)
         self._free += [subtree.sums for subtree in subtrees]
@@ -540,10 +540,9 @@ class _Held(_Source):
 class _Returned(_Source):
     """Trees of gradients, which functions return."""
 
-    def __init__(self) -> None:
-        self._tree: Tree | None = None
-        self._leaves: list[Any] = []
-        self._averages: list[NDArray[Any] | None] = []
+    _tree: Tree
+    _leaves: list[Any]
+    _averages: list[NDArray[Any] | None]
 
     def named(self, batch: MicroBatch) -> list[_Gradient]:
         if batch.gradients is None:
@@ -565,7 +564,6 @@ class _Returned(_Source):
         self._averages = [None if total is None else total.average() for total in totals]
 
     def result(self) -> Any:
-        assert self._tree is not None
         averages = iter(self._averages)
         return self._tree.copied(
             None if leaf is None else from_numpy(next(averages), leaf)  # type: ignore[arg-type]

@@ -132,10 +132,15 @@ def interrupted() -> None:
             backward(net, x[batch.rows(x)])
     assert net[1].momentum == 0.1
 
-    for batch in micro_batches(0):  # one number, seen as a whole gradient
+    for batch in micro_batches(0):  # each rank's last one is a number, seen as a whole gradient
         for p in net.parameters():
-            p.grad = torch.tensor(float(batch.number)).expand(p.shape)
-    assert all((p.grad == 1.5).all() for p in net.parameters())
+            first = torch.arange(float(p.numel())).reshape(p.shape)
+            p.grad = torch.tensor(2.0).expand(p.shape) if batch.number % 2 else first
+    assert all(
+        (p.grad.flatten() == torch.arange(p.numel()) / 2 + 1).all() for p in net.parameters()
+    )
+    with pytest.raises(TypeError, match="a second time"):
+        hvd.MicroBatches(4, hvd.DistributedOptimizer(optimizer))
 
     # A frozen layer uses its statistics, which no loop may hide.
     net.eval()
@@ -165,7 +170,8 @@ def halves(dtype: torch.dtype) -> list[list[float]]:
     hvd.init(threads=1)
     found = []
     w = nn.Parameter(torch.zeros(2, 3, dtype=dtype).t())
-    micro_batches = hvd.MicroBatches(8, torch.optim.SGD([w], lr=1.0))
+    optimizer, bare = torch.optim.SGD([w], lr=1.0), nn.Identity()  # without statistics
+    micro_batches = hvd.MicroBatches(8, optimizer, model=bare)
     for weight, factor in ((1, 8192), (100_000, 1), (1 / 3, 1)):
         for batch in micro_batches(0):
             batch.weight = weight

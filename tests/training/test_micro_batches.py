@@ -133,8 +133,8 @@ def averages() -> list[Any]:
     assert not np.signbit(tree["b"]).any()
     first, second = hvd.MicroBatches(4), hvd.MicroBatches(4)
     for a, b in zip(first(0), second(0), strict=True):
-        a.gradients, b.gradients = np.float64(a.number), np.float64(b.number**2)
-    assert (first.gradients, second.gradients) == (1.5, 3.5)
+        a.gradients, b.gradients = a.number + np.float64(2**-40), np.float64(b.number**2)
+    assert (first.gradients, second.gradients) == (1.5 + 2**-40, 3.5)
     for batch in micro_batches(1):
         batch.weight = [3, 0, 1, 0][batch.number]
         batch.gradients = np.array([1.0, 2.0, 3.0, np.nan][batch.number])
@@ -176,6 +176,13 @@ def refusals() -> None:
         run()
     with pytest.raises(TypeError, match=r"'gradients': .* not int64 arrays"):
         run(dtype=np.int64)
+    for weight in (-1, np.nan):
+        with pytest.raises(ValueError, match="its weight must be 0 or more and finite"):  # noqa: PT012
+            for batch in hvd.MicroBatches(4)(0):
+                batch.gradients, batch.weight = np.ones(1), weight
+    with pytest.raises(ValueError, match=r"of 16, step 0> differ .*64\[\d\], then .*64\[\d\]"):  # noqa: PT012
+        for batch in hvd.MicroBatches(16)(0):
+            batch.gradients = np.ones(1 + batch.number % 2)
     with pytest.raises(MismatchError, match="step"):
         list(hvd.MicroBatches(4, Momentum())(world.rank))
     with pytest.raises(MismatchError, match="seed="):
