@@ -150,6 +150,7 @@ class DistributedOptimizer(Wrapper):
         if not is_kept and not callable(parameters):
             parameters = list(parameters)
         named_parameters = list(named_parameters or ())
+        _check_named(named_parameters, "named_parameters")
         options = Options(
             op=op,
             compression=compression,
@@ -163,7 +164,6 @@ class DistributedOptimizer(Wrapper):
         )
         if shard_state:
             _check_sharded(optimizer, parameters, shard_state)
-            _check_named(named_parameters, "named_parameters")
             if not isinstance(parameters, (list, tuple, Mapping)):
                 parameters = parameters()
             found = partial(_named, parameters, named_parameters)
@@ -250,8 +250,7 @@ class DistributedOptimizer(Wrapper):
             if weight is not None:
                 where = "inside skip_synchronize()" if own.is_skipping else "after averaging"
                 raise TypeError(f"{where}, a step takes no weight: pass it to synchronize()")
-            if of.averaged_for:
-                own.forget()
+            own.forget()
             return own.counted(step(*args, **kwargs), named)
         if of.is_averaged:
             raise RuntimeError(
@@ -299,7 +298,7 @@ class DistributedOptimizer(Wrapper):
     def __setattr__(self, name: str, value: Any) -> None:
         # Schedulers patch step() of the optimizer that they receive, which is this one: if it were
         # passed on, the patched method would call itself.
-        if name in self._own.finder.steps:
+        if name in self._own.finder.steps and callable(value):
             self.__dict__[name] = value
         else:
             setattr(self._own.inner, name, value)
@@ -375,7 +374,6 @@ class _Own:
     def __post_init__(self) -> None:
         # A home-made optimizer may hold torch parameters.
         self.finder = self.adapter = adapter_of(self.inner)
-        _check_named(self.named_parameters, "named_parameters")
         if self.parameters is None:
             whose = f"parameters() of {type(self.finder).__name__}"
             _check_named(self.finder.parameters(self.inner), whose)
@@ -520,7 +518,7 @@ class _Own:
     def forget(self) -> None:
         """Forget this step's gradients: the next ones belong to another step."""
         self.forget_marks(self.named())
-        if self.step.has_begun and self.reducer is not None:
+        if self.reducer is not None:
             self.reducer.abandon()
         self.step = _Step()
 
@@ -625,7 +623,6 @@ def _stepper(name: str) -> Callable[..., Any]:
     ) -> Any:
         return self._apply(name, args, weight, kwargs)
 
-    step.__name__ = name
     return step
 
 
@@ -634,7 +631,6 @@ def _before_step(name: str) -> Callable[..., Any]:
     def before_step(self: DistributedOptimizer, *args: Any, **kwargs: Any) -> Any:
         return self._call_before_step(name, args, kwargs)
 
-    before_step.__name__ = name
     return before_step
 
 

@@ -209,6 +209,11 @@ def test_everything_else_is_the_inner_optimizers() -> None:
         assert not hasattr(inner, "note")
         with pytest.raises(AttributeError, match="nonsense"):
             _ = optimizer.nonsense
+        assert not hasattr(object.__new__(DistributedOptimizer), "lr")  # as while it is made
+        inner.update = 3  # an attribute, in spite of its name
+        assert optimizer.update == 3
+        optimizer.update = 4
+        assert inner.update == 4
         assert isinstance(optimizer, Momentum)
         assert isinstance(optimizer, DistributedOptimizer)
         assert {"lr", "synchronize", "zero_grad"} <= set(dir(optimizer))
@@ -443,6 +448,15 @@ def test_errors_at_construction() -> None:
             DistributedOptimizer(Momentum(net), bucket_bytes=0, group=group)
         with pytest.raises(ValueError, match="bucket_bytes='1MB': a bucket has a whole number"):
             DistributedOptimizer(Momentum(net), bucket_bytes="1MB", group=group)  # type: ignore[arg-type]
+        for pair in net["w"], (net["w"], "w"), ("w", net["w"], 1):
+            for options in ({}, {"parameters": net, "shard_state": True}):
+                with pytest.raises(TypeError, match=r"named_parameters contains a .* of a pair"):
+                    DistributedOptimizer(Momentum(net), named_parameters=[pair], **options)
+        with (
+            registered(PairlessAdapter()),
+            pytest.raises(TypeError, match=r"parameters\(\) of PairlessAdapter contains a Par"),
+        ):
+            DistributedOptimizer(Clipping(), group=group)
         twice = [("a", net["w"]), ("a", net["b"])]
         with pytest.raises(ValueError, match="'a' more than once"):
             DistributedOptimizer(Momentum(net), named_parameters=twice, group=group)
@@ -527,8 +541,9 @@ class Clipping(Momentum):
         super().__init__({}, lr=1.0)
 
     def clip(self, limit: float) -> list[Any]:
-        before = [p.grad.copy() for p in self.parameters]
-        for p in self.parameters:
+        found = [p for p in self.parameters if p.grad is not None]
+        before = [p.grad.copy() for p in found]
+        for p in found:
             p.grad = np.minimum(p.grad, limit)
         return before
 
@@ -543,6 +558,14 @@ def registered(*given: Adapter) -> Iterator[None]:
         yield
     finally:
         adapters._registered[:] = before
+
+
+class PairlessAdapter(Adapter):
+    def matches(self, obj: object) -> bool:
+        return isinstance(obj, Clipping)
+
+    def parameters(self, owner: Any) -> Any:
+        return [Parameter(0)]
 
 
 class ClippingAdapter(Adapter):
@@ -579,8 +602,18 @@ def test_methods_that_look_at_gradients_find_those_of_all_ranks() -> None:
         give()
         assert all((seen == 2).all() for seen in optimizer.clip(1.5))  # and not 0 or 4
         assert all((seen == 1.5).all() for seen in optimizer.clip(1))  # nothing is averaged again
+        net["w"].grad *= 2
+        with pytest.raises(RuntimeError, match=r"changed since clip.* and clip\(\) does not"):
+            optimizer.clip(1)
+        net["w"].grad /= 2
         optimizer.step()
         assert np.array_equal(net["b"].data, start - 1)
+        net["w"].grad, net["b"].grad = None, np.full(2, 4.0 * group.rank)  # without zero_grad()
+        optimizer.clip(1)
+        optimizer.step()
+        assert np.array_equal(net["b"].data, start - 2.5)
+        start -= 1.5
+        optimizer.velocity[1][...] = 1
         give()
         optimizer.clip(1)
         give()  # the clipped ones were abandoned
