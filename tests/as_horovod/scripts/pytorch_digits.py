@@ -5,8 +5,8 @@ import argparse
 import horovod.torch as hvd
 import torch
 import torch.nn.functional as F  # noqa: N812
+from digits import load_digits
 from horovod.common.exceptions import HorovodInternalError
-from sklearn.datasets import load_digits
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -53,9 +53,9 @@ def main():
     if torch.cuda.is_available():
         torch.cuda.set_device(hvd.local_rank())
     torch.set_num_threads(1)
-    digits = load_digits()
-    images = torch.tensor(digits.images[:768, None] / 16, dtype=torch.float32)
-    data = TensorDataset(images, torch.tensor(digits.target[:768]))
+    images, labels, *_ = load_digits(None)
+    x = torch.tensor(images[:768]).permute(0, 3, 1, 2)
+    data = TensorDataset(x, torch.tensor(labels[:768]))
     sampler = DistributedSampler(data, num_replicas=hvd.size(), rank=hvd.rank(), shuffle=False)
     passes = args.batches_per_allreduce
     loader = DataLoader(data, batch_size=args.batch_size * passes, sampler=sampler)

@@ -15,7 +15,7 @@ args = parser.parse_args()
 def train(batch_size, lr):
     import horovod.torch as hvd
     import torch
-    from sklearn.datasets import load_digits
+    from digits import load_digits
 
     hvd.init()
     torch.set_num_threads(1)
@@ -25,9 +25,9 @@ def train(batch_size, lr):
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-    digits = load_digits()
-    x = torch.tensor(digits.data[:768] / 16, dtype=torch.float32)
-    y = torch.tensor(digits.target[:768])
+    images, labels, *_ = load_digits(None)
+    x = torch.tensor(images[:768]).flatten(1)
+    y = torch.tensor(labels[:768])
     data = torch.utils.data.TensorDataset(x, y)
     sampler = torch.utils.data.distributed.DistributedSampler(
         data, num_replicas=hvd.size(), rank=hvd.rank(), shuffle=False

@@ -2,12 +2,12 @@
 
 import fixed_library
 import torch
-from sklearn.datasets import load_digits
+from digits import load_digits
 
 torch.set_num_threads(1)
-digits = load_digits()
-x = torch.tensor(digits.data[:768] / 16, dtype=torch.float32)
-data = torch.utils.data.TensorDataset(x, torch.tensor(digits.target[:768]))
+images, labels, *_ = load_digits(None)
+x = torch.tensor(images[:768]).flatten(1)
+data = torch.utils.data.TensorDataset(x, torch.tensor(labels[:768]))
 model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10))
 trainer = fixed_library.Trainer(model, lr=0.08, accumulate=2, clip=0.5)
 assert trainer.hvd is not None
