@@ -443,5 +443,5 @@ $(MPICH)/.test: pyproject.toml | $(VENV)/.test
 	@rm -rf $(MPICH)
 	@$(PYTHON) -m venv --without-pip $(MPICH)
 	@$(call PIP_INTO,$(MPICH)) $(SETUP_NEEDS)
-	@nanobind_DIR=$$($(PY) -m nanobind --cmake_dir) $(ONE_AT_A_TIME) $(call PIP_INTO,$(MPICH)) $(EDITABLE) '.[mpich,test]'
+	@nanobind_DIR=$$($(PY) -m nanobind --cmake_dir) $(ONE_AT_A_TIME) $(call PIP_INTO,$(MPICH)) $(EDITABLE) '.[mpich,test-mpi]'
 	@touch $@
