@@ -179,7 +179,7 @@ def compare(
     if on_drift == "heal":
         wrong = [named[i] for i in found.which if i < n_parameters]
         broadcast_parameters(wrong, found.source, group=group)
-        if stateful is not None and found.which[-1] >= n_parameters:
+        if found.which[-1] >= n_parameters:
             broadcast_optimizer_state(stateful, found.source, group=group)
         text += f" Healed: all ranks have the values of rank {found.of_source} now."
     if group.rank == 0:
@@ -252,13 +252,12 @@ class DriftCheck:
     def __init__(self, every: int | None, on_drift: str) -> None:
         self._every, self._on_drift = every, on_drift
         self.n_steps = 0
-        self.n_together = 0  # since all ranks started to count
-        self._has_warned = False  # all ranks
+        self.reset_counts()
 
     def reset_counts(self) -> None:
         """Restart the count to the next comparison, as all ranks do, whatever their counts were."""
-        self.n_together = 0
-        self._has_warned = False
+        self.n_together = 0  # steps since all ranks started to count
+        self._has_warned = False  # all ranks
 
     def stepped(
         self,

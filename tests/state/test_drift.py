@@ -265,7 +265,13 @@ def test_heal_without_a_majority_takes_the_lowest_rank() -> None:
 
 
 def test_heal_says_at_once_what_it_could_not_write() -> None:
+    constant = np.ones(3)
+    constant.flags.writeable = False
+
     def run(group: Any) -> None:
+        assert check_in_sync({"a": constant, "lr": 0.1}, group=group)
+        with pytest.raises(TypeError, match="'x', a ndarray, cannot be written"):
+            check_in_sync({"x": constant}, group=group, on_drift="heal")
         check_in_sync({"lr": 0.1}, group=group, on_drift="heal")
 
     assert "'lr', a float, cannot be written" in raises_alike(2, run, TypeError)
@@ -630,6 +636,9 @@ def test_torch_modules_with_and_without_buffers() -> None:
         net = model(torch, group.rank)
         net(torch.full((2, 3, 4, 4), float(group.rank)))  # BatchNorm's means differ by rank
         assert check_in_sync(net, group=group)
+        assert check_in_sync(net.parameters(), group=group)  # which can be read once
+        with pytest.raises(ValueError, match="a dict has no buffers"):
+            check_in_sync(dict(net.state_dict()), group=group, buffers=True)
         with pytest.raises(hvd.DriftError, match=r"1\.running_mean"):
             check_in_sync(net, group=group, buffers=True)
         check_in_sync(net, group=group, buffers=True, on_drift="heal")
@@ -645,6 +654,16 @@ def test_torch_modules_with_and_without_buffers() -> None:
     assert "first 'narrow' (bfloat16[5])" in message
     assert "Rank 1 differs" in message
     assert "rank 1's in 1 of 5 elements, by up to " in message
+
+
+def test_a_public_fingerprint_is_of_names_dtypes_shapes_and_bits() -> None:
+    torch = pytest.importorskip("torch")
+    x, y = np.arange(6.0), torch.arange(6).reshape(2, 3).to(torch.float8_e4m3fn)
+    others = [{"b": x}, {"a": x + 1}, {"a": x.reshape(2, 3)}, {"a": x.astype("f4")}]
+    kinds = [{"a": x}, *others, [y], [y.t()], [y.float().add(1).to(y.dtype)]]
+    assert len({hvd.fingerprint(each) for each in kinds}) == len(kinds)
+    assert hvd.fingerprint({"a": x}) == hvd.fingerprint({"a": np.arange(12.0)[:6]})
+    assert hvd.fingerprint([y.t()]) == hvd.fingerprint([y.t().contiguous()])
 
 
 def test_torch_dtypes_that_numpy_lacks() -> None:
