@@ -339,6 +339,51 @@ def test_what_is_changed_before_the_first_step_is_in_the_whole_state() -> None:
     run_threads(3, rank)
 
 
+def test_attributes_and_methods_are_those_of_all_optimizers() -> None:
+    class Noted(Momentum):
+        @property
+        def n_parameters(self) -> int:
+            return len(self.params)
+
+        def scale(self, by: float) -> str:
+            self.velocity = [v * by for v in self.velocity]
+            return "scaled"
+
+    class Held(Adam):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params)
+            self.param_groups[0].update(lr=np.array(0.5), betas=[0.9, 0.99], note=self)
+
+    def rank(group: Group) -> None:
+        options: Any = {"parameters": network(), "group": group, "shard_state": True}
+        optimizer = DistributedOptimizer(Noted, **options)
+        assert optimizer.n_parameters == 1
+        optimizer.velocity = [1.0]
+        assert optimizer.scale(3) == "scaled"
+        assert all(one.velocity == [3.0] for one in of_this_rank(optimizer))
+        optimizer.note = 1
+        del optimizer.note
+        assert not any(hasattr(one, "note") for one in of_this_rank(optimizer))
+        assert not hasattr(object.__new__(type(optimizer.inner)), "lr")
+        for p in options["parameters"].values():
+            p.grad = np.zeros_like(p.data)
+
+        net = network()
+        options["parameters"] = net
+        held = DistributedOptimizer(Held, **options)
+        held.param_groups[0]["lr"] *= 0.5  # in place, in this rank's first optimizer
+        held.param_groups[0]["betas"][0] = 0.8
+        backward(net, 1, group.rank)  # "c" has none
+        held.update()
+        groups = [one.param_groups[0] for one in of_this_rank(held)]
+        assert {(float(x["lr"]), x["betas"][0]) for x in groups} == {(0.25, 0.8)}
+        held.reset_grad()
+        assert [name for name, p in net.items() if p.grad is None] == ["c"]
+        assert not any(p.grad.any() for p in net.values() if p.grad is not None)
+
+    run_threads(2, rank)
+
+
 @pytest.mark.parametrize("kind", ["momentum", "adam"])
 def test_gradients_are_averages_on_every_rank_and_cleared_on_every_rank(kind: str) -> None:
     def rank(group: Group, shard: bool) -> Any:
@@ -601,6 +646,10 @@ def test_parameters_that_share_memory_or_are_replaced() -> None:
         net = network()
         optimizer = wrap(group, "momentum", net)
         take(optimizer, net, group.rank, range(1))
+        net["more"] = Parameter(np.ones(2))
+        with pytest.raises(RuntimeError, match="not those that shard_state=True divided"):
+            take(optimizer, net, group.rank, range(1))
+        del net["more"]
         net["w"] = Parameter(net["w"].data)
         with pytest.raises(RuntimeError, match="not those that shard_state=True divided"):
             take(optimizer, net, group.rank, range(1))
