@@ -210,14 +210,14 @@ def noise_share(ranks: Sequence[tuple[float, float]], average: float) -> float |
 def print_summary(groups: Sequence[Group]) -> None:
     """Say what was measured, if this is the first rank of one of these groups.
 
-    The first of them is the world.
+    The first of them is the world. It is for runs in which `settings.noise_every` is not 0.
     """
     found = [(group, noise) for group in groups for noise in gradient_noise(group)]
     for group, noise in found:
         if group.rank == 0:
             say(str(noise))
     every, world = settings.noise_every(), groups[0]
-    if every and not found and world.rank == 0 and world.size > 1:
+    if not found and world.rank == 0 and world.size > 1:
         say(
             f"the gradients' noise was not measured: HORO_LITE_NOISE_EVERY={every} needs an "
             f"optimizer that averages gradients over several ranks in at least {every} steps, "

@@ -276,8 +276,6 @@ def _first_difference(ours: list[str], theirs: list[str]) -> str:
 def _is_floating(leaf: Any) -> bool:
     if isinstance(leaf, (bool, int, *NOT_ARRAYS)):
         return False
-    if isinstance(leaf, float):
-        return True
     dtype = str(to_host(leaf).dtype).removeprefix("torch.")
     return dtype.startswith(("float", "bfloat", "complex"))
 

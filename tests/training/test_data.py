@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from horo_lite.errors import NotInitializedError
 from horo_lite.training.data import DistributedSampler, partition_dataset
 
 SEEDS = st.integers(0, 2**40)
@@ -329,3 +330,11 @@ def test_a_third_iteration_of_one_epoch_is_a_warning_on_rank_0(kind: str) -> Non
     assert "epoch 7" in text
     assert not warned(made(1), 5)
     assert not warned(made(0, shuffle=False), 5)
+
+
+def test_a_place_is_given_whole_or_by_the_world() -> None:
+    for place in ({"rank": 0}, {"size": 2}):
+        with pytest.raises(ValueError, match="pass both rank and size or neither"):
+            DistributedSampler(10, **place)
+    with pytest.raises(NotInitializedError):
+        len(DistributedSampler(10))

@@ -12,7 +12,7 @@ from launch import run_and_hear, run_threads
 import horo_lite as hvd
 from horo_lite.adapters import Adapter
 from horo_lite.collectives.group import Group
-from horo_lite.training.gradient_noise import noise_share, print_summary
+from horo_lite.training.gradient_noise import Measurement, noise_share, print_summary
 from horo_lite.training.reducer import Reducer
 
 N = 20_000
@@ -87,6 +87,15 @@ def test_factors_do_not_count() -> None:
     assert run_threads(2, rank) == pytest.approx([1.5 / 2.5] * 2, abs=0.02)
 
 
+def test_averages_of_zeros_have_no_share_of_noise() -> None:
+    def rank(group: Group) -> list[Any]:
+        measured = Measurement(group, "gradients", ["w"], 3, [np.zeros(4)])
+        measured.finish([np.zeros(4)], op=hvd.Average, weight=None, factor=1.0)
+        return hvd.gradient_noise(group)
+
+    assert run_threads(2, rank) == [[], []]
+
+
 def test_the_summary(capsys: pytest.CaptureFixture[str]) -> None:
     def rank(group: Group) -> str:
         noise = train(group, 3)
@@ -104,6 +113,8 @@ def test_the_summary(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_summary_says_that_nothing_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    run_threads(1, lambda group: print_summary([group]))
+    assert capsys.readouterr().err == ""  # one rank has nothing to measure
     run_threads(2, lambda group: print_summary([group]))
     text = capsys.readouterr().err
     assert "noise was not measured: HORO_LITE_NOISE_EVERY=3 needs" in text

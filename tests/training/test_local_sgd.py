@@ -175,6 +175,14 @@ def test_wrong_arguments() -> None:
             hvd.LocalSGD([np.zeros(3)], **options)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no floating-point arrays"):
         hvd.LocalSGD([np.zeros(3, int)], every=1)
+    with pytest.raises(ValueError, match="compression must be"):
+        hvd.LocalSGD([np.zeros(3)], every=1, compression="fp16")  # type: ignore[arg-type]
+    local = hvd.LocalSGD({"a": np.zeros(3)}, every=1)
+    for weight in (-1, np.nan, np.inf):
+        with pytest.raises(ValueError, match="weight must be"):
+            local.step(weight=weight)
+    with pytest.raises(ValueError, match="number 0 is 'a' here, and 'b' in what was given"):
+        local.step({"b": np.zeros(3)})
 
 
 def test_a_commit_has_it() -> None:
