@@ -99,7 +99,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             parameters only, and update only these there; see below. True for optimizers of
             torch.optim except LBFGS; for others "elements" if the update of an element depends on
             the gradients and state of no other one, as in Adam, or "parameters" if it depends on
-            those of no other parameter, as in Adafactor.
+            those of no other parameter, as in Adafactor. The first step tries whether that is true.
         shared_parameters: With shard_state, keep one copy of the parameters for all ranks of the
             host, instead of one for each; see below.
         shard_gradients: With shard_state, give each rank the averages of its share only, which is
@@ -180,7 +180,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     Raises:
         TypeError: It is not an optimizer of torch, or it is already a DistributedOptimizer.
         ValueError: Options are invalid, the optimizer or a parameter already has a
-            DistributedOptimizer, or names are incomplete.
+            DistributedOptimizer, or names are incomplete; in the first step, if the optimizer does
+            not update independently what shard_state says.
         MismatchError: In backward() or step(), on every rank, if gradients, options or
             hyperparameters differ between ranks.
         DriftError: In the first step with shard_state, on every rank, if their parameters or state

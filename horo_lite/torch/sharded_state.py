@@ -33,6 +33,12 @@ from horo_lite.state.optimizer_state import in_host_memory
 from horo_lite.state.trees import mapped
 from horo_lite.state.wrapper import DividedState
 from horo_lite.torch.exchange import GradientExchange
+from horo_lite.torch.independence import (
+    ELEMENTS,
+    check_independent,
+    resemble,
+    what_is_independent,
+)
 from horo_lite.torch.shared_parameters import SharedParameters, share_parameters
 from horo_lite.torch.slots import Slot, is_sparse
 from horo_lite.torch.uncompiled import all_uncompiled
@@ -48,17 +54,6 @@ from horo_lite.training.sharding import (
     without_closure,
 )
 
-_ELEMENTS = "elements"
-_PARAMETERS = "parameters"
-_INDEPENDENT = {
-    **dict.fromkeys(
-        ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop",
-         "Rprop", "SGD"),
-        _ELEMENTS,
-    ),
-    **dict.fromkeys(("Adafactor", "Muon", "SparseAdam"), _PARAMETERS),
-}  # fmt: skip
-"""What torch's optimizers update independently of each other."""
 _IS_SHARDED = (
     "the optimizer's state is sharded (shard_state=True): this rank has that of its share of the "
     "parameters only"
@@ -165,12 +160,14 @@ class ShardedUpdate(GradientExchange):
     ) -> None:
         self._averages: list[_Average] = []
         self._shared: SharedParameters | None = None
-        self._independent = _what_is_independent(optimizer, options.shard_state)
+        self._is_tried = False
+        self._independent = what_is_independent(optimizer, options.shard_state)
         # Optimizers of torch.optim update no parameter without a gradient.
         self._updates_all = isinstance(options.shard_state, str)
         bare = type(optimizer).step
         if getattr(bare, "hooked", False):
             bare = bare.__wrapped__
+        self._bare_step: Callable[[Any], Any] = bare
         own = weakref.ref(self)
 
         def update(wrapped: Any, *args: Any, **kwargs: Any) -> Any:
@@ -356,7 +353,7 @@ class ShardedUpdate(GradientExchange):
                 gradient = parameter.grad
                 if gradient is not None:
                     gradient = gradient.detach().reshape(-1)[piece.start : piece.stop]
-                _resemble(tensor, parameter)
+                resemble(tensor, parameter)
                 tensor.grad = gradient
         shares = [{**group, "params": of_group.get(g, [])} for g, group in enumerate(groups)]
         optimizer.param_groups, optimizer.state = shares, state.own
@@ -421,13 +418,16 @@ class ShardedUpdate(GradientExchange):
             state = self._optimizer.state
         self._complete_averages()
         self._check_shardable()
+        if isinstance(self.options.shard_state, str) and not self._is_tried:
+            check_independent(self._optimizer, self._bare_step, self.options.shard_state)
+        self._is_tried = True
         has_state = [bool(state.get(p)) for p in parameters]
         takes_part = [
             p.requires_grad or p.grad is not None or has
             for p, has in zip(parameters, has_state, strict=True)
         ]
         may_cut = [
-            self._independent == _ELEMENTS and p.is_contiguous() and not is_sparse(p.grad)
+            self._independent == ELEMENTS and p.is_contiguous() and not is_sparse(p.grad)
             for p in parameters
         ]
         chosen = [i for i, takes in enumerate(takes_part) if takes]
@@ -532,29 +532,6 @@ def _collect(optimizer: Any) -> None:
         )
 
 
-def _what_is_independent(optimizer: Any, given: bool | str) -> str:
-    """Return what the optimizer updates independently: elements, or parameters."""
-    kind = type(optimizer)
-    if not {"param_groups", "state"} <= vars(optimizer).keys():
-        raise ValueError(
-            f"shard_state: the param_groups or the state of {kind.__name__} are those of another "
-            "optimizer inside it: pass that one to DistributedOptimizer, and the result to "
-            f"{kind.__name__}"
-        )
-    if isinstance(given, str):
-        return given
-    known = _INDEPENDENT.get(kind.__name__)
-    if known is None or getattr(torch.optim, kind.__name__, None) is not kind:
-        raise ValueError(
-            f"shard_state=True: {kind.__name__} is not an optimizer of which horo_lite knows what "
-            'it updates independently. Pass shard_state="elements" if the update of each element '
-            "depends on the gradients and state of no other element, as in Adam, or "
-            '"parameters" if it depends on those of no other parameter, as in Adafactor. An '
-            "optimizer that combines all parameters, such as LBFGS, cannot be sharded"
-        )
-    return known
-
-
 def _division(
     pieces: Sequence[Piece], parameters: Sequence[Any], n_ranks: int
 ) -> list[list[tuple[int, int]]]:
@@ -586,14 +563,6 @@ def _flat(parameter: Any) -> Any:
     """Return a view of a parameter without gaps, in one dimension, in memory order."""
     detached = parameter.detach()
     return detached.as_strided((detached.numel(),), (1,))
-
-
-def _resemble(piece: Any, parameter: Any) -> None:
-    """Give a piece what optimizers may ask of a parameter: attributes, and whether it is frozen."""
-    vars(piece).update(vars(parameter))
-    piece.requires_grad_(parameter.requires_grad)
-    if hasattr(parameter, "grad_dtype"):
-        piece.grad_dtype = parameter.grad_dtype
 
 
 def _cut(state: Any, parameter: Any, piece: Piece) -> Any:

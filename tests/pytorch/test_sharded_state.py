@@ -7,6 +7,7 @@ import copy
 import functools
 import gc
 import io
+import math
 import re
 import warnings
 from collections.abc import Callable
@@ -25,6 +26,7 @@ import horo_lite.torch as hvd  # noqa: E402
 from horo_lite.collectives.group import Group  # noqa: E402
 from horo_lite.errors import DriftError, MismatchError, PeerLostError  # noqa: E402
 from horo_lite.horovod.reductions import Adasum  # noqa: E402
+from horo_lite.torch.independence import check_independent  # noqa: E402
 from horo_lite.torch.optimizer import DistributedOptimizer  # noqa: E402
 from horo_lite.torch.sharded_state import ShardedState  # noqa: E402
 
@@ -686,6 +688,93 @@ def test_an_optimizer_of_ones_own(how: str) -> None:
     ):
         assert_same_bits(net, expected[0][0])
         assert same(state, expected[0][1].state_dict())
+
+
+class Combines(optim.Optimizer):
+    """Does what "parameters" or "elements" of `kind` exclude."""
+
+    def __init__(self, params: Any, kind: str, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+        self.kind = kind
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        groups = [(group, p) for group in self.param_groups for p in group["params"]]
+        groups = [(group, p) for group, p in groups if p.grad is not None]
+        total = math.hypot(*(float(p.grad.norm()) for _, p in groups))
+        for group, p in groups:
+            factor = {
+                "the norm of all": 1 / total,
+                "clipping": min(1, 10 / total),
+                "a little weight decay": 1 + 1e-4 * total,
+                "the norm of each": 1 / p.grad.norm(),
+                "its shape": p.dim(),
+                "noise": 1 + torch.rand(()),
+            }.get(self.kind, 1)
+            p.sub_(p.grad, alpha=float(factor * group["lr"]))
+            if self.kind == "a number in param_groups":
+                group["largest"] = max(total, group.get("largest", 0))
+
+
+@pytest.mark.parametrize("lr", [0.1, 0.0])  # 0.0: a warm-up begins
+@pytest.mark.parametrize(
+    ("kind", "refused"),
+    [
+        ("the norm of all", ["elements", "parameters"]),
+        ("clipping", ["elements", "parameters"]),
+        ("a little weight decay", ["elements", "parameters"]),
+        ("a number in param_groups", ["elements", "parameters"]),
+        ("noise", ["elements", "parameters"]),
+        ("the norm of each", ["elements"]),
+        ("its shape", ["elements"]),
+        ("nothing", []),
+    ],
+)
+def test_what_an_optimizer_combines_is_found(kind: str, refused: list[str], lr: float) -> None:
+    def rank(group: Group) -> None:
+        for claimed in ("elements", "parameters"):
+            net = network()
+            inner = Combines(net.parameters(), kind, lr)
+            optimizer = DistributedOptimizer(inner, process_set=group, shard_state=claimed)
+            backward(net, 0, group.rank)
+            if claimed in refused:
+                with pytest.raises(ValueError, match=f"'{claimed}' is not true of Combines: what"):
+                    optimizer.step()
+            else:
+                optimizer.step()
+
+    run_threads(2, rank)
+
+
+def test_trying_an_optimizer_changes_nothing() -> None:
+    def rank(group: Group) -> Any:
+        net = network()
+        inner = Own(net.parameters())
+        inner.notes = ["a note"]
+        inner.register_step_post_hook(lambda optimizer, *_: optimizer.notes.append("a step"))
+        optimizer = DistributedOptimizer(inner, process_set=group, shard_state="elements")
+        train(net, optimizer, group.rank, range(2))
+        assert inner.notes == ["a note", "a step", "a step"]
+        return optimizer.param_groups[0]["n_steps"]
+
+    assert run_threads(2, rank) == [2, 2]
+
+    inner = Combines(network().parameters(), "noise")
+    before = torch.get_rng_state()
+    with pytest.raises(ValueError, match="or on random numbers"):
+        check_independent(inner, Combines.step.__wrapped__, "parameters")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_an_optimizer_that_cannot_be_tried_is_warned_of() -> None:
+    class Picky(Own):
+        def step(self, closure: Any = None) -> None:
+            if any(p.numel() == 8 for group in self.param_groups for p in group["params"]):
+                raise RuntimeError("needs larger parameters")
+            super().step()
+
+    with pytest.warns(RuntimeWarning, match=r"Picky could not be tried .*: needs larger param"):
+        run_threads(2, lambda group: trained(group, Picky, shard="elements", steps=range(1)))
 
 
 class Asks(optim.Optimizer):

