@@ -343,6 +343,13 @@ def test_is_the_users_class_and_shares_its_state() -> None:
         assert type(optimizer).__name__ == "Mine"
         assert optimizer.state is inner.state
         assert optimizer.param_groups is inner.param_groups
+        optimizer._step_supports_amp_scaling = True  # as optimizers do that unscale themselves
+        assert inner._step_supports_amp_scaling is optimizer._step_supports_amp_scaling is True
+        del inner._step_supports_amp_scaling
+        own, optimizer.step = optimizer.step, lambda: "patched"
+        assert optimizer.step() == "patched"
+        del optimizer.step
+        assert optimizer.step == own
         for step in range(2):
             x, y = samples(step + group.rank * 9)
             optimizer.zero_grad()
