@@ -9,12 +9,11 @@ from __future__ import annotations
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
-
-from horo_lite.errors import warn
 
 ELEMENTS = "elements"
 PARAMETERS = "parameters"
@@ -55,7 +54,14 @@ def what_is_independent(optimizer: Any, given: bool | str) -> str:
     return known
 
 
-def check_independent(optimizer: Any, step: Callable[[Any], Any], claimed: str) -> None:
+class _Outcome(NamedTuple):
+    """What a copy of the optimizer made of the small parameters that it had."""
+
+    values: dict[int, Any]  # flat
+    numbers: dict[tuple[int, str], Any]  # in the options of each group
+
+
+def check_independent(optimizer: Any, step: Callable[[Any], Any], claimed: str) -> str:
     """Raise ValueError if the optimizer does not update independently what is claimed.
 
     Tried on a copy of it, with small parameters, which are updated together, and then by two copies
@@ -65,23 +71,40 @@ def check_independent(optimizer: Any, step: Callable[[Any], Any], claimed: str) 
         optimizer: Before its first step.
         step: Its step(), without hooks.
         claimed: ELEMENTS or PARAMETERS.
+
+    Returns:
+        Why it could not be tried; or nothing.
     """
     name = type(optimizer).__name__
+    like = [
+        (g, parameter)
+        for g, group in enumerate(optimizer.param_groups)
+        for parameter in islice(filter(_is_tried, group["params"]), _N_TRIED)
+    ]
     try:
         with torch.random.fork_rng(devices=[]):
-            together, options = _updated(optimizer, step, claimed, 1)
-            in_halves, options_of_halves = _updated(optimizer, step, claimed, 2)
+            (whole,), halves = (_updated(optimizer, step, claimed, like, n) for n in (1, 2))
     except Exception as error:
-        warn(
+        return (
             f"shard_state={claimed!r}: {name} could not be tried with small parameters "
             f"({type(error).__name__}: {error}). If its update of some depends on other {claimed}, "
             "they will not be what they are without shard_state"
         )
-        return
-    others = [*in_halves, *options_of_halves]
-    for (what, one), (_, other) in zip([*together, *options, *options], others, strict=True):
-        rounding = _ROUNDING * float(one.abs().max()) if one.numel() else 0.0
-        if not torch.allclose(one, other, rtol=0, atol=rounding, equal_nan=True):
+    compared = [
+        (
+            f"a parameter of shape {list(parameter.shape)}",
+            whole.values[i],
+            torch.cat([half.values[i] for half in halves if i in half.values]),
+        )
+        for i, (_, parameter) in enumerate(like)
+    ] + [
+        (f"its {key[1]!r}", whole.numbers.get(key, number), number)
+        for half in halves
+        for key, number in half.numbers.items()
+    ]
+    for what, one, other in compared:
+        rounding = _ROUNDING * max(one.abs().nan_to_num(0, 0, 0).tolist(), default=0)
+        if one.shape != other.shape or not torch.allclose(one, other, 0, rounding, equal_nan=True):
             raise ValueError(
                 f"shard_state={claimed!r} is not true of {name}: what step() makes of {what} "
                 f"depends on other {claimed}, or on random numbers. (Two copies of the optimizer, "
@@ -89,54 +112,50 @@ def check_independent(optimizer: Any, step: Callable[[Any], Any], claimed: str) 
                 "one with all.) Omit shard_state"
                 + (', or try "parameters"' if claimed == ELEMENTS else "")
             )
+    return ""
 
 
-_Named = list[tuple[str, Any]]
+def _is_tried(parameter: Any) -> bool:
+    return bool(parameter.is_floating_point() and parameter.numel())
 
 
 def _updated(
-    optimizer: Any, step: Callable[[Any], Any], claimed: str, n_owners: int
-) -> tuple[_Named, _Named]:
-    """Return small parameters after some updates, of which each owner makes its part.
-
-    And what is a number in the options of each owner.
-    """
-    small = [
-        (g, parameter)
-        for g, group in enumerate(optimizer.param_groups)
-        for parameter in [p for p in group["params"] if p.is_floating_point()][:_N_TRIED]
-    ]
-    parts: list[list[Any]] = [[] for _ in small]
-    options: _Named = []
+    optimizer: Any,
+    step: Callable[[Any], Any],
+    claimed: str,
+    like: Sequence[tuple[int, Any]],
+    n_owners: int,
+) -> list[_Outcome]:
+    """Update small parameters, `like` those of the groups, in so many copies of the optimizer."""
+    outcomes = []
     for owner in range(n_owners):
         trial = _copy(optimizer)
-        gradients = []
-        for i, (g, parameter) in enumerate(small):
+        parts = []
+        for i, (g, parameter) in enumerate(like):
             shape = [min(n, 4) for n in parameter.shape]
-            value = torch.arange(math.prod(shape), device=parameter.device).reshape(shape)
+            places = torch.arange(math.prod(shape), device=parameter.device).reshape(shape)
             if claimed == ELEMENTS and n_owners > 1:
-                value = value.flatten().tensor_split(n_owners)[owner]
+                places = places.flatten().tensor_split(n_owners)[owner]
             elif i % n_owners != owner:
                 continue
-            part = torch.sin(value + i)
-            resemble(part, parameter)
-            trial.param_groups[g]["params"].append(part)
-            parts[i].append(part)
-            gradients.append((i, part, value))
+            if places.numel():
+                part = torch.sin(places + i)
+                resemble(part, parameter)
+                trial.param_groups[g]["params"].append(part)
+                parts.append((i, part, places))
         for k in range(_N_STEPS):
-            for i, part, value in gradients:  # large and small ones, which change differently
-                size = (1 if i % 2 else 0.01) * (1 + value)
-                part.grad = torch.cos(value + 2.0 * i) * size * (1.5 + torch.sin(value + 2.0 * k))
+            for i, part, places in parts:  # large and small gradients, which change differently
+                size = (1 if i % 2 else 0.01) * (1 + places) * (1.5 + torch.sin(places + 2.0 * k))
+                part.grad = torch.cos(places + 2.0 * i) * size
             step(trial)
-        options += [
-            (f"its {key!r}", torch.as_tensor(x, dtype=torch.float64))
-            for group in trial.param_groups
+        numbers = {
+            (g, key): torch.as_tensor(x, dtype=torch.float64).flatten()
+            for g, group in enumerate(trial.param_groups)
             for key, x in group.items()
-            if isinstance(x, (int, float, torch.Tensor))
-        ]
-    kinds = [f"a parameter of shape {list(parameter.shape)}" for _, parameter in small]
-    values = [torch.cat([part.detach().flatten() for part in each]) for each in parts]
-    return list(zip(kinds, values, strict=True)), options
+            if isinstance(x, (int, float, torch.Tensor)) and group["params"]
+        }
+        outcomes.append(_Outcome({i: part.detach().flatten() for i, part, _ in parts}, numbers))
+    return outcomes
 
 
 def _copy(optimizer: Any) -> Any:

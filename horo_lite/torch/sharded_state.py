@@ -418,8 +418,11 @@ class ShardedUpdate(GradientExchange):
             state = self._optimizer.state
         self._complete_averages()
         self._check_shardable()
-        if isinstance(self.options.shard_state, str) and not self._is_tried:
-            check_independent(self._optimizer, self._bare_step, self.options.shard_state)
+        claimed = self.options.shard_state
+        if isinstance(claimed, str) and not self._is_tried:
+            why = check_independent(self._optimizer, self._bare_step, claimed)
+            if why and self._group.rank == 0:
+                warn(why)
         self._is_tried = True
         has_state = [bool(state.get(p)) for p in parameters]
         takes_part = [

@@ -714,6 +714,8 @@ class Combines(optim.Optimizer):
             p.sub_(p.grad, alpha=float(factor * group["lr"]))
             if self.kind == "a number in param_groups":
                 group["largest"] = max(total, group.get("largest", 0))
+            if self.kind == "one for each":
+                group["norms"] = torch.ones(len(group["params"]))
 
 
 @pytest.mark.parametrize("lr", [0.1, 0.0])  # 0.0: a warm-up begins
@@ -724,6 +726,7 @@ class Combines(optim.Optimizer):
         ("clipping", ["elements", "parameters"]),
         ("a little weight decay", ["elements", "parameters"]),
         ("a number in param_groups", ["elements", "parameters"]),
+        ("one for each", ["parameters"]),
         ("noise", ["elements", "parameters"]),
         ("the norm of each", ["elements"]),
         ("its shape", ["elements"]),
@@ -747,17 +750,28 @@ def test_what_an_optimizer_combines_is_found(kind: str, refused: list[str], lr: 
 
 
 def test_trying_an_optimizer_changes_nothing() -> None:
-    def rank(group: Group) -> Any:
-        net = network()
-        inner = Own(net.parameters())
-        inner.notes = ["a note"]
-        inner.register_step_post_hook(lambda optimizer, *_: optimizer.notes.append("a step"))
-        optimizer = DistributedOptimizer(inner, process_set=group, shard_state="elements")
-        train(net, optimizer, group.rank, range(2))
-        assert inner.notes == ["a note", "a step", "a step"]
-        return optimizer.param_groups[0]["n_steps"]
+    class Notes(optim.SGD):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, lr=0.1)
+            self.notes: list[str] = []
+            self.param_groups[0]["notes"] = self.notes
 
-    assert run_threads(2, rank) == [2, 2]
+        def step(self, closure: Any = None) -> Any:
+            self.notes.append("a step")
+            self.param_groups[0]["notes"].append("its group")
+            return super().step(closure)  # calls the hooks
+
+    def rank(group: Group, shard: bool | str) -> Any:
+        net = network()
+        inner = Notes(net.parameters())
+        inner.register_step_post_hook(lambda *_: inner.notes.append("a hook"))
+        optimizer = DistributedOptimizer(inner, process_set=group, shard_state=shard)
+        train(net, optimizer, group.rank, range(1))
+        return inner.notes
+
+    expected = run_threads(2, lambda group: rank(group, False))
+    assert run_threads(2, lambda group: rank(group, "elements")) == expected
+    assert set(expected[0]) == {"a step", "its group", "a hook"}
 
     inner = Combines(network().parameters(), "noise")
     before = torch.get_rng_state()
@@ -773,8 +787,37 @@ def test_an_optimizer_that_cannot_be_tried_is_warned_of() -> None:
                 raise RuntimeError("needs larger parameters")
             super().step()
 
-    with pytest.warns(RuntimeWarning, match=r"Picky could not be tried .*: needs larger param"):
+    with pytest.warns(RuntimeWarning, match=r"Picky could not be tried .*: needs larger") as caught:
         run_threads(2, lambda group: trained(group, Picky, shard="elements", steps=range(1)))
+    assert len([warning for warning in caught if "tried" in str(warning.message)]) == 1
+
+
+def test_a_group_of_which_a_rank_has_no_parameter() -> None:
+    """Such an optimizer may not count its steps there, and numbers are compared nowhere else."""
+
+    class Counts(Own):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            super().step()
+            for group in self.param_groups:
+                assert all(p.numel() or isinstance(p, nn.Parameter) for p in group["params"])
+                group["k"] = group.get("k", 0) + bool(group["params"])
+                if group["params"]:
+                    group["nothing"] = torch.ones(0)
+                    group["params"][0].add_(torch.nan)
+
+    def rank(group: Group, claimed: str) -> None:
+        weight, bias = nn.Parameter(torch.ones(30)), nn.Parameter(torch.ones(1))
+        empty = nn.Parameter(torch.ones(0))
+        inner = Counts([{"params": [weight, empty]}, {"params": [bias]}])
+        optimizer = DistributedOptimizer(inner, process_set=group, shard_state=claimed)
+        ((weight.sum() + bias.sum()) * (group.rank + 1)).backward()
+        optimizer.step()
+
+    for claimed in ("elements", "parameters"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            run_threads(2, lambda group, claimed=claimed: rank(group, claimed))
 
 
 class Asks(optim.Optimizer):
