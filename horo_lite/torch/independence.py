@@ -26,7 +26,7 @@ _INDEPENDENT = {
     **dict.fromkeys(("Adafactor", "Muon", "SparseAdam"), PARAMETERS),
 }  # fmt: skip
 """What torch's optimizers update independently of each other."""
-_N_STEPS = 8  # D-Adaptation and Prodigy look at all parameters, but not in the first steps
+_N_STEPS = 8  # some look at other parameters from the second step on only
 _N_TRIED = 6  # parameters of a group
 _ROUNDING = 1e-6  # of the largest element; most results are equal
 
