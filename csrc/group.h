@@ -45,9 +45,21 @@ class Cursor {
 // A peer died, left or gave up while this rank waited for it.
 struct PeerLost : std::runtime_error {
   using std::runtime_error::runtime_error;
-  PeerLost(const std::string& cause, const std::string& doing)
-      : std::runtime_error(cause + " while " + doing), cause(cause) {}
+  // Found by `rank` while it waited in `operation`; "": between two operations.
+  PeerLost(const std::string& cause, const std::string& rank, const std::string& operation)
+      : std::runtime_error(cause + " while " + rank + " " + doing(operation)),
+        cause(cause),
+        rank(rank),
+        operation(operation) {}
+  static std::string doing(const std::string& operation) {
+    return operation.empty() ? "was between two operations" : "waited in " + operation;
+  }
+  // The error that `next` raises if this was found between two operations.
+  PeerLost in(const std::string& next) const {
+    return operation.empty() && !cause.empty() ? PeerLost(cause, rank, next) : *this;
+  }
   std::string cause;  // the part that applies to every rank; "" if it applies only to this one
+  std::string rank, operation;
 };
 
 // No rank made progress for longer than the job allows; raised on every rank.

@@ -207,7 +207,7 @@ void Engine::submit(std::shared_ptr<Job> job, const Operation* record) {
   const bool stands_in = standing_in != nullptr && standing_in->engine == this;
   if (stands_in) job->label = std::exchange(job->entry.name, standing_in->name);
   std::unique_lock lock(mutex_);
-  if (broken_) throw_broken(lock);
+  if (broken_) throw_broken(lock, *job);
   if (stopping_) throw std::invalid_argument("'" + job->title() + "' was submitted after shutdown()");
   if (jobs_.contains(job->entry.name)) {
     throw std::invalid_argument("an operation named '" + job->title() +
@@ -226,13 +226,17 @@ void Engine::submit(std::shared_ptr<Job> job, const Operation* record) {
 
 // Throws why the group is broken; or, if a call has thrown that already, that the group can no longer be used. A stall
 // is thrown again by what is submitted.
-void Engine::throw_broken(std::unique_lock<std::mutex>& lock, bool in_call) {
+void Engine::throw_broken(std::unique_lock<std::mutex>& lock, const Job& job, bool in_call) {
   const std::exception_ptr error = broken_;
   const bool is_seen = broken_seen_;
   broken_seen_ = is_seen || in_call;
   lock.unlock();
   if (is_seen && (in_call || !broken_by_stall_)) channel_->check_usable();
-  std::rethrow_exception(error);
+  try {
+    std::rethrow_exception(error);
+  } catch (const PeerLost& lost) {
+    throw lost.in(job.title());
+  }
 }
 
 // Unlocks, after a change of what this rank has to announce.
@@ -291,7 +295,7 @@ void Engine::call(const std::shared_ptr<Job>& job) {
   const int64_t now = StallDetector::clock_ns();
   if (job->entry.name != kJoin) job->label = std::exchange(job->entry.name, kProgram);
   std::unique_lock lock(mutex_);
-  if (broken_) throw_broken(lock, true);
+  if (broken_) throw_broken(lock, *job, true);
   if (stopping_) throw std::invalid_argument("'" + job->title() + "' was called after shutdown()");
   awaits_.push_back(
       {job, ++n_awaits_, now, StallDetector::thread_abort_ns, Await::kInCall, std::this_thread::get_id()});
@@ -315,7 +319,7 @@ void Engine::call(const std::shared_ptr<Job>& job) {
     lock.lock();
     --n_in_handlers_;
   }
-  if (broken_) throw_broken(lock, true);  // meanwhile
+  if (broken_) throw_broken(lock, *job, true);  // meanwhile
   if (stopping_) {
     lock.unlock();
     throw PeerLost("shutdown() was called in the middle of " + job->title());
@@ -565,7 +569,7 @@ void Engine::exchange_round(std::unique_lock<std::mutex>& lock) {
   if (announced_waits_.beside != 0) mine.flags |= kBlockedBeside;
   mine.n_more = static_cast<uint32_t>(more.text().size());
   round_since_ns_ = 0;
-  const std::vector<Header> headers = channel_->agree(calling_ != nullptr ? calling_->title() : label(), mine, &round);
+  const std::vector<Header> headers = channel_->agree(label(), mine, &round);
   round_ = 0;
   has_run_ = false;
 
@@ -845,7 +849,6 @@ std::string Engine::label() {
   }
   const std::lock_guard lock(mutex_);
   if (const Await* await = awaited()) return await->job->title() + ", in " + label;
-  // With nothing in flight, this rank is still best described by its last operation.
   return jobs_.empty() ? "" : jobs_.begin()->second->title() + ", in " + label;
 }
 
@@ -992,8 +995,8 @@ void Engine::fail_all(std::exception_ptr error) {
   try {
     std::rethrow_exception(error);
   } catch (const PeerLost& lost) {
-    reason = lost.what();
-    lost_peer = lost;
+    lost_peer = lost.in(label());  // of what was submitted meanwhile
+    reason = lost_peer->what();
   } catch (const Stalled& stalled) {
     reason = stalled.what();
     is_loss = false;
@@ -1006,7 +1009,7 @@ void Engine::fail_all(std::exception_ptr error) {
   {
     const std::lock_guard lock(mutex_);
     if (broken_) return;
-    broken_ = is_loss ? std::make_exception_ptr(PeerLost(reason)) : error;
+    broken_ = is_loss ? std::make_exception_ptr(lost_peer.value_or(PeerLost(reason))) : error;
     broken_by_stall_ = !is_loss;
     jobs.swap(jobs_);
     changing_.clear();

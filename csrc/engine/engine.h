@@ -70,8 +70,8 @@ class Channel {
   virtual int size() const = 0;
   // For the driver: the number of the next handshake.
   virtual uint64_t next_handshake() const = 0;
-  // The handshake: returns every rank's header, in rank order. `label` is its name in messages; "": that of the last
-  // one.
+  // The handshake: returns every rank's header, in rank order. `label` is its name in messages; "": this rank is
+  // between two operations.
   virtual std::vector<Header> agree(const std::string& label, const Header& mine, const Round* round) = 0;
   // Returns every rank's bytes, in rank order, after a handshake with their numbers.
   virtual std::vector<std::string> gather(const std::string& mine, const std::vector<Header>& headers) = 0;
@@ -240,7 +240,7 @@ class Engine {
   void release(const Job* call = nullptr);  // the call that has driven, if any
   void wait_for_release(std::unique_lock<std::mutex>& lock);
   void announce(std::unique_lock<std::mutex>& lock);
-  [[noreturn]] void throw_broken(std::unique_lock<std::mutex>& lock, bool in_call = false);
+  [[noreturn]] void throw_broken(std::unique_lock<std::mutex>& lock, const Job& job, bool in_call = false);
   void exchange_round(std::unique_lock<std::mutex>& lock);
   bool advance();  // makes a round or runs an operation; false if neither is due
   bool is_due();

@@ -54,6 +54,7 @@ PeerStatus::PeerStatus(std::shared_ptr<ControlChannel> control, ShmGroup& host, 
 
 void PeerStatus::begin(const std::string& label, uint32_t flags) {
   const std::lock_guard lock(mutex_);
+  is_between_ = label.empty();
   if (!label.empty()) label_ = label;
   flags_ = flags;
   ++n_begun_;
@@ -62,6 +63,7 @@ void PeerStatus::begin(const std::string& label, uint32_t flags) {
 
 void PeerStatus::set_label(const std::string& label) {
   const std::lock_guard lock(mutex_);
+  is_between_ = false;
   label_ = label;
 }
 
@@ -75,10 +77,8 @@ int64_t PeerStatus::began_ns() const {
   return began_ns_;
 }
 
-// Describes what this rank does, for error messages; under the mutex.
-std::string PeerStatus::doing() const {
-  return names_[rank_] + " waited in " + (label_.empty() ? "an operation" : label_);
-}
+// What this rank is in; "": between two. Under the mutex.
+std::string PeerStatus::operation() const { return is_between_ ? "" : label_; }
 
 // --- from the peers ---
 
@@ -104,7 +104,7 @@ void PeerStatus::receive() {
   {
     const std::lock_guard lock(mutex_);
     if (said_.contains(kLeft)) {  // another thread has ended the world or the program
-      throw PeerLost(names_[rank_] + " has left while " + doing());
+      throw PeerLost(names_[rank_] + " has left while it " + PeerLost::doing(operation()));
     }
   }
   update();
@@ -140,35 +140,36 @@ void PeerStatus::note(const ShortMessage& message) {
 }
 
 // Under the mutex.
-void PeerStatus::check_lost(const std::string& doing) const {
+void PeerStatus::check_lost(const std::string& operation) const {
   if (lost_.empty()) return;
   detector_->check();  // a rank that gives up since nothing has moved says so first
-  throw PeerLost(lost_, doing);
+  throw PeerLost(lost_, names_[rank_], operation);
 }
 
 void PeerStatus::check_all() {
   receive();
-  std::string label;
+  std::string operation;
   {
     const std::lock_guard lock(mutex_);
-    check_lost(doing());
+    operation = this->operation();
+    check_lost(operation);
     for (const auto& [peer, left] : left_) {
       // A peer that was in this operation had completed its part when it left, and its messages are on their way.
-      if (left.n_begun < n_begun_) throw PeerLost(names_[peer] + " has left (" + left.reason + ")", doing());
+      if (left.n_begun < n_begun_) {
+        throw PeerLost(names_[peer] + " has left (" + left.reason + ")", names_[rank_], operation);
+      }
     }
-    label = label_;
   }
-  host_.check_peers(-1, label);
+  host_.check_peers(-1, operation);
 }
 
 void PeerStatus::check_one(int peer, const std::string& name) {
   receive();
   {
     const std::lock_guard lock(mutex_);
-    check_lost(names_[rank_] + " waited in " + name);
+    check_lost(name);
     if (const auto found = left_.find(peer); found != left_.end()) {
-      throw PeerLost(names_[peer] + " has left (" + found->second.reason + ")",
-                     names_[rank_] + " waited for it in " + name);
+      throw PeerLost(names_[peer] + " has left (" + found->second.reason + ")", names_[rank_], name);
     }
   }
   host_.check_peers(-1, name);

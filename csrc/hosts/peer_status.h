@@ -25,7 +25,7 @@ class PeerStatus {
   PeerStatus(std::shared_ptr<ControlChannel> control, ShmGroup& host, std::shared_ptr<StallDetector> detector, int rank,
              std::vector<int> ranks, std::vector<std::string> names);
 
-  // Begins another operation on this rank.
+  // Begins another operation on this rank; "": a handshake between two operations.
   void begin(const std::string& label, uint32_t flags = 0);
   void set_label(const std::string& label);
   // The last operation, and when it began, by StallDetector::clock_ns().
@@ -66,11 +66,11 @@ class PeerStatus {
     int64_t ns = 0;
   };
 
-  std::string doing() const;
+  std::string operation() const;
   void update();
   void receive();
   void note(const ShortMessage& message);
-  void check_lost(const std::string& doing) const;
+  void check_lost(const std::string& operation) const;
   void send_arrived();
   void say_once(const std::map<int, std::string>& texts, int tag);
   std::map<int, std::string> to_all(const std::string& text) const;
@@ -87,6 +87,7 @@ class PeerStatus {
   // Guards the following members. Never held in a call of the control channel, which may need another thread.
   mutable std::mutex mutex_;
   std::string label_;
+  bool is_between_ = true;  // two operations
   int64_t began_ns_ = 0;
   uint64_t n_begun_ = 0;
   uint32_t flags_ = 0;

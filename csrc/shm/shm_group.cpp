@@ -259,10 +259,10 @@ void ShmGroup::wait_for(int rank, Flag RankBlock::* which, uint32_t value, const
       wait.over();
       return;
     }
-    if (!cause.empty()) lost(cause);
+    if (!cause.empty()) lost(cause, operation());
     if (block(rank_).state.load() == kLeft) {  // another thread has ended the world or the program
-      throw PeerLost(name(rank_) + " has left (" + block(rank_).reason.get() + ") while it waited in " +
-                     block(rank_).label.get());
+      throw PeerLost(name(rank_) + " has left (" + block(rank_).reason.get() + ") while it " +
+                     PeerLost::doing(operation()));
     }
     check_not_given_up();  // in the same way
     const auto interrupted = [&](const std::string& why) {
@@ -334,22 +334,25 @@ bool ShmGroup::died(int rank) {
   return kill(pids_[rank], 0) != 0 && errno == ESRCH;
 }
 
-void ShmGroup::lost(const std::string& cause) {
+void ShmGroup::lost(const std::string& cause, const std::string& operation) {
   // A rank that gives up since nothing has moved says so first: then all raise the same error.
   if (detector_ != nullptr) unless_stalled([&] { detector_->check(); });
-  const PeerLost lost(cause, name(rank_) + " waited in " + block(rank_).label.get());
+  const PeerLost lost(cause, name(rank_), operation);
   note_broken(lost.what());
   pass_on(cause);
   throw lost;
 }
 
 void ShmGroup::set_label(const std::string& label) {
+  is_between_ = label.empty();
   if (!label.empty()) block(rank_).label.set(label);
 }
 
+std::string ShmGroup::operation() const { return is_between_ ? "" : label(); }
+
 void ShmGroup::check_peers(int awaited, const std::string& label) {
   set_label(label);
-  if (const std::string cause = why_lost(awaited); !cause.empty()) lost(cause);
+  if (const std::string cause = why_lost(awaited); !cause.empty()) lost(cause, label);
 }
 
 std::string ShmGroup::why_lost(int awaited) {

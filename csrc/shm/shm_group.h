@@ -75,7 +75,7 @@ class ShmGroup {
   std::string label() const;
 
   // The handshake: returns every rank's header, in rank order, when all have entered. `label` is its name in messages;
-  // "": that of the last one.
+  // "": this rank is between two operations, and peers see the last one's.
   std::vector<Header> agree(const std::string& label, const Header& mine, const Round* round = nullptr);
   // Throws if an operation has failed, and the group can no longer be used.
   void check_usable() const;
@@ -166,7 +166,8 @@ class ShmGroup {
   // Runs `look`; what tells it that the job has stalled ends this group, too.
   void unless_stalled(const std::function<void()>& look);
   void note_broken(const std::string& why);
-  [[noreturn]] void lost(const std::string& cause);
+  [[noreturn]] void lost(const std::string& cause, const std::string& operation);
+  std::string operation() const;  // what this rank is in; "": between two
   void end(uint32_t how, const std::string& reason);
   std::string name(int rank) const;
   bool died(int rank);
@@ -188,6 +189,7 @@ class ShmGroup {
   std::shared_ptr<StallDetector> detector_;
   std::vector<int> ranks_;  // their numbers in the stall detector
   std::string scope_;
+  std::atomic<bool> is_between_{true};  // two operations
   uint32_t entered_ = 0;
   uint32_t packed_ = 0;
   uint32_t reduced_ = 0;

@@ -235,6 +235,37 @@ def test_what_interrupts_an_operation_is_told_to_the_others(hosts: str, tmp_path
     on_ranks(interrupt_rank_1, 2, tmp_path / "raised", hosts=hosts)
 
 
+def leave_while_another_is_between(is_blocking: bool, left: Path) -> None:
+    rank, _ = init()
+    members = hvd.world().group.transport.members
+    x = np.ones(3)
+    hvd.synchronize(hvd.allreduce_async(x, name="last"))
+    if rank == 1:
+        hvd.shutdown()
+        left.touch()
+        return
+    while not (left.exists() if rank == 0 else members.given_up()):
+        time.sleep(0.01)
+    # What is asynchronous makes the engines of all ranks take part in the matching of operations.
+    submit = hvd.allreduce if rank == 2 and is_blocking else hvd.allreduce_async
+    told = rf"rank 1 .* has left .* while rank {rank} .* waited in allreduce 'next'"
+    with pytest.raises(hvd.PeerLostError, match=told):
+        hvd.synchronize(submit(x, name="next"))  # type: ignore[arg-type]
+    with pytest.raises(hvd.PeerLostError, match=r"rank 1 .* has left") as caught:
+        hvd.allreduce(x, name="one more")
+    assert "waited in allreduce 'last'" not in str(caught.value)
+
+
+@pytest.mark.served
+@pytest.mark.parametrize("is_blocking", [True, False])
+@pytest.mark.parametrize("hosts", ["", pytest.param("1,1,1", marks=pytest.mark.mpi)])
+def test_a_loss_is_told_by_the_operation_that_it_prevents(
+    hosts: str, is_blocking: bool, tmp_path: Path
+) -> None:
+    """Not by the last one, though a rank's engine learns of it when the program is in neither."""
+    on_ranks(leave_while_another_is_between, 3, is_blocking, tmp_path / "left", hosts=hosts)
+
+
 def leave_while_others_exchange() -> None:
     rank, _ = init()
     transport = hvd.world().group.transport
