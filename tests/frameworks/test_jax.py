@@ -207,6 +207,71 @@ assert np.allclose([share for _, share in measured], expected, rtol=1e-4), (meas
     )
 
 
+@WAYS
+def test_what_optax_is_told_about_the_loss_is_about_all_ranks_samples(way: str) -> None:
+    """A Polyak step, a line search, second derivatives, and steps that evaluate the loss again."""
+    ranks(
+        TRAIN
+        + """
+# What optax calls the loss, its gradients and functions that return them are those of all ranks.
+def search(tx, x, y, *names, **options):
+    loss_of = lambda p, *_: ((jnp.tanh(x @ p["w"]) - y[:, 0]) ** 2).mean()
+    gradients_of = jax.grad(loss_of)
+
+    @jax.jit
+    def step(p, state):
+        value, grad = jax.value_and_grad(loss_of)(p)
+        known = dict(value=value, grad=grad, value_fn=loss_of, obj_fn=loss_of, grad_fn=gradients_of)
+        known = {name: known[name] for name in names}
+        updates, state = tx.update(grad, state, p, **known, **options)
+        return optax.apply_updates(p, updates), state
+
+    p = {"w": jnp.linspace(-0.1, 0.3, 6)}
+    state = tx.init(p)
+    for _ in range(3):
+        p, state = step(p, state)
+    return jax.block_until_ready(p)
+
+line_search = optax.scale_by_backtracking_linesearch(9)
+for tx, *names in (
+    (optax.chain(optax.scale(-9.0), line_search), "value", "grad", "value_fn"),
+    (optax.contrib.hutchinson_estimator_diag_hessian(), "obj_fn"),
+    (optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.2), opaque_mode=True), "grad_fn"),
+):
+    wrapped = hvd.DistributedOptimizer(tx)
+    together = search(wrapped, x[mine], y[mine], *names, weight=n_mine)
+    check_alike(together)
+    if rank == 0:
+        close(together, search(tx, x, y, *names), rtol=1e-5, atol=1e-6)
+# Without weights; and a rank without samples, whose means are NaN.
+tx, n = optax.polyak_sgd(), min(sizes)
+wrapped = hvd.DistributedOptimizer(tx)
+some = np.concatenate([np.arange(n) + sum(sizes[:r]) for r in range(size)])
+together = search(wrapped, x[mine][:n], y[mine][:n], "value")
+close(together, search(tx, x[some], y[some], "value"), rtol=1e-5, atol=1e-6)
+n_mine_now = n_mine * (rank > 0)
+together = search(wrapped, x[mine][:n_mine_now], y[mine][:n_mine_now], "value", weight=n_mine_now)
+close(together, search(tx, x[sizes[0]:], y[sizes[0]:], "value"), rtol=1e-5, atol=1e-6)
+
+# Gradients of single samples are clipped, and added up, before they are averaged.
+def private(inner, x, y):
+    clip = optax.contrib.differentially_private_aggregate(0.1, 0.0, key=jax.random.key(rank))
+    tx = optax.chain(clip, inner(optax.sgd(1.0)))
+    gradients = jax.vmap(jax.grad(loss_of), (None, 0, 0))(params, x[:, None], y[:, None])
+    return tx.update(gradients, tx.init(params), params)[0]
+
+together = private(hvd.DistributedOptimizer, x[mine][:n], y[mine][:n])
+close(together, private(lambda tx: tx, x[some], y[some]), rtol=1e-5, atol=1e-6)
+tx = hvd.DistributedOptimizer(optax.sgd(1.0))
+twice = jax.tree.map(lambda p: jnp.stack([p, p]), params)
+error = raised(lambda: tx.update(twice, tx.init(params), params))
+assert "gradient of 'hidden.b' has the shape (2, 16), and the parameter (16,)" in str(error), error
+""",
+        2,
+        way,
+    )
+
+
 PARAMETERS = """
 import os, warnings
 
