@@ -215,15 +215,18 @@ def test_what_optax_is_told_about_the_loss_is_about_all_ranks_samples(way: str) 
         + """
 # What optax calls the loss, its gradients and functions that return them are those of all ranks.
 def search(tx, x, y, *names, **options):
-    loss_of = lambda p, *_: ((jnp.tanh(x @ p["w"]) - y[:, 0]) ** 2).mean()
+    def loss_of(p, i=0, scale=1.0):
+        return scale * ((jnp.tanh(x @ p["w"]) - y[:, 0]) ** 2).mean()
+
     gradients_of = jax.grad(loss_of)
 
     @jax.jit
     def step(p, state):
         value, grad = jax.value_and_grad(loss_of)(p)
         known = dict(value=value, grad=grad, value_fn=loss_of, obj_fn=loss_of, grad_fn=gradients_of)
-        known = {name: known[name] for name in names}
-        updates, state = tx.update(grad, state, p, **known, **options)
+        known |= dict(scale=jnp.float32(1.0), other=jax.tree.map(jnp.copy, grad))
+        told = {name.split("=")[0]: known[name.split("=")[-1]] for name in names}
+        updates, state = tx.update(grad, state, p, **told, **options)
         return optax.apply_updates(p, updates), state
 
     p = {"w": jnp.linspace(-0.1, 0.3, 6)}
@@ -232,9 +235,16 @@ def search(tx, x, y, *names, **options):
         p, state = step(p, state)
     return jax.block_until_ready(p)
 
+def again(updates, state, p, *, grad, value_fn):
+    value, gradient = jax.value_and_grad(value_fn)(p)
+    return jax.tree.map(lambda a, b: -value * (a + b), grad, gradient), state
+
+again = optax.GradientTransformationExtraArgs(optax.identity().init, again)
 line_search = optax.scale_by_backtracking_linesearch(9)
 for tx, *names in (
-    (optax.chain(optax.scale(-9.0), line_search), "value", "grad", "value_fn"),
+    (optax.chain(optax.scale(-9.0), line_search), "value", "grad", "value_fn", "scale"),
+    (again, "value_fn", "grad"),
+    (again, "value_fn", "grad=other"),
     (optax.contrib.hutchinson_estimator_diag_hessian(), "obj_fn"),
     (optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.2), opaque_mode=True), "grad_fn"),
 ):
