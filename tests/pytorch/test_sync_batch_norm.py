@@ -344,6 +344,21 @@ def test_without_gradients_of_the_input_or_of_anything() -> None:
     torch.testing.assert_close(sum(run_threads(2, rank)), plain.weight.grad, **EXACT)
 
 
+def test_optimizers_with_different_weights_in_one_backward_are_an_error() -> None:
+    def rank(group: Group) -> None:
+        layers = torch.nn.Linear(FEATURES, FEATURES), SyncBatchNorm(FEATURES, process_set=group)
+        optimizers = [
+            hvd.DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=1.0), process_set=group)
+            for layer in layers
+        ]
+        for weight, optimizer in enumerate(optimizers, 2):
+            optimizer.set_weight(weight)
+        with pytest.raises(RuntimeError, match=r"different weights .*2.0.*3.0"):
+            torch.nn.Sequential(*layers)(numbers(0, 4, FEATURES).float()).sum().backward()
+
+    run_threads(2, rank)
+
+
 def test_too_few_values_are_an_error_on_all_ranks_and_the_next_batch_is_none() -> None:
     def rank(group: Group) -> str:
         layer = SyncBatchNorm(FEATURES, process_set=group)

@@ -761,7 +761,8 @@ def test_clipping_gradients_that_are_not_averages_yet_is_an_error(when: str, vie
             optimizer.zero_grad()
 
         step(0, 2)
-        step(2, 1)
+        if not clip_early or when == "before a step of fewer passes":
+            step(2, 1)
 
     def rank(group: Group) -> Any:
         net = network()
@@ -778,6 +779,22 @@ def test_clipping_gradients_that_are_not_averages_yet_is_an_error(when: str, vie
     train(alone, sgd(alone), 1, 0)
     for net in run_threads(2, rank):
         assert_same_weights(net, alone)
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_clip_grad_norm_averages_what_is_left(by_hand: bool) -> None:
+    def rank(group: Group) -> list[Any]:
+        weight = nn.Parameter(torch.zeros(1))
+        optimizer = wrap(torch.optim.SGD([weight], lr=1.0), group, backward_passes_per_step=2)
+        if by_hand:
+            weight.grad = torch.full((1,), 2.0 + 4.0 * group.rank)
+        else:
+            ((2.0 + 4.0 * group.rank) * weight).sum().backward()
+        norm = optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        return [norm.item(), weight.item()]
+
+    assert run_threads(2, rank) == [pytest.approx([4.0, -1.0])] * 2
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -817,7 +834,7 @@ def test_fewer_passes_are_flushed_and_the_model_may_zero_its_gradients() -> None
         net = network()
         optimizer = wrap(sgd(net), group, net, backward_passes_per_step=3)
         seen = []
-        for how in ("step", "synchronize"):
+        for how in ("synchronize", "step"):
             optimizer.zero_grad()
             for k in range(2):
                 loss_of(net, *samples(10 * k + group.rank)).backward()
@@ -834,9 +851,12 @@ def test_fewer_passes_are_flushed_and_the_model_may_zero_its_gradients() -> None
         for step in range(3):
             net.zero_grad()
             loss_of(net, *samples(step + group.rank)).backward()
+            averages = gradients(net)
+        seen.append((averages, averages))
         return seen
 
-    (first, second) = run_threads(2, rank)
+    (*first, (a, _)), (*second, (b, _)) = run_threads(2, rank)
+    assert_same(a, b)
     for (a, averaged_a), (b, averaged_b) in zip(first, second, strict=True):
         assert not torch.equal(a[0], b[0])
         assert_same(averaged_a, [(p + q) / 2 for p, q in zip(a, b, strict=True)])
@@ -979,6 +999,38 @@ def test_passes_inside_of_passes_that_begin_later() -> None:
         assert_same_weights(net, alone)
 
     run_threads(2, rank)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph")
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("sent", [False, True])
+def test_a_pass_that_adds_to_a_gradient_of_the_pass_around_it(sent: bool, views: bool) -> None:
+    def rank(group: Group) -> list[float]:
+        p, q = (nn.Parameter(torch.ones(100)) for _ in range(2))
+        options = {"gradient_as_bucket_view": views}
+        optimizer = wrap(torch.optim.SGD([q, p], lr=1.0), group, **options)
+        factor = group.rank + 1.0
+
+        @torch.enable_grad()
+        def inside(_: Any) -> None:
+            (4.0 * factor * p).sum().backward()
+
+        def backward(*, inner: bool) -> None:
+            optimizer.zero_grad()
+            around = q * 1.0
+            if inner:  # after p's gradient, since autograd prefers leaves
+                around.register_hook(inside)
+            (factor * around * p).sum().backward(create_graph=not sent)
+
+        if sent:
+            for _ in range(2):
+                backward(inner=False)
+            with pytest.raises(RuntimeError, match="repeat this step"):
+                backward(inner=True)
+        backward(inner=True)
+        return p.grad.tolist()
+
+    assert run_threads(2, rank) == [[7.5] * 100] * 2
 
 
 @pytest.mark.shows("jit")
@@ -1339,6 +1391,26 @@ def test_a_new_head_is_averaged_without_the_optimizers_zero_grad(
     assert run_threads(2, rank) == [[[3.0 * passes] * 3] * 2] * 2
 
 
+@pytest.mark.parametrize("first", ["kept", "removed"])
+def test_a_parameter_taken_out_of_param_groups_is_not_averaged(first: str) -> None:
+    """Its hook runs once more, if no other has found that it is gone."""
+
+    def rank(group: Group) -> list[Any]:
+        kept, removed = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+        optimizer = wrap(torch.optim.SGD([kept, removed], lr=1.0), group)
+        a, b = (removed, kept) if first == "kept" else (kept, removed)  # the last comes first
+        for step in range(3):
+            if step == 1:
+                del optimizer.param_groups[0]["params"][1]
+            removed.grad = kept.grad = None  # as by the module's zero_grad()
+            ((group.rank + 1.0) * (a * 2.0 * b)).sum().backward()
+        return [removed.grad.tolist(), kept.grad.tolist()]
+
+    for number, (removed, kept) in enumerate(run_threads(2, rank)):
+        assert removed == [2.0 * (number + 1)] * 3
+        assert kept == [3.0] * 3
+
+
 @pytest.mark.parametrize("op", [Average, Sum])
 @pytest.mark.parametrize("replaces", [True, False])
 def test_parameters_put_into_param_groups_by_hand(replaces: bool, op: Any) -> None:
@@ -1640,6 +1712,22 @@ def test_sparse_gradients_add_up_row_by_row(size: int, by: str, as_dense: bool) 
 
 
 @pytest.mark.parametrize("as_dense", [True, False])
+def test_a_sum_that_is_used_twice_is_not_summed_twice(as_dense: bool) -> None:
+    def rank(group: Group) -> list[list[float]]:
+        table = fill(nn.Embedding(4, 2, sparse=True))
+        optimizer = wrap(
+            torch.optim.SGD(table.parameters(), lr=1.0), group, op=Sum, sparse_as_dense=as_dense
+        )
+        before = table.weight.detach().clone()
+        table(torch.tensor([group.rank, 2])).sum().backward()
+        optimizer.step()
+        optimizer.step()
+        return (before - table.weight.detach())[:, 0].tolist()
+
+    assert run_threads(2, rank) == [pytest.approx([2, 2, 4, 0])] * 2
+
+
+@pytest.mark.parametrize("as_dense", [True, False])
 def test_sparse_adam(as_dense: bool) -> None:
     """It takes only sparse gradients; on a rank without rows, too."""
 
@@ -1927,7 +2015,7 @@ def test_learning_rates_are_compared_when_they_are_used(how: str) -> None:
             if how == "closure":
                 if broadcasts:
                     broadcast_optimizer_state(optimizer, 0, group=group)
-                optimizer.step(closure)
+                optimizer.step(closure=closure)
                 return
             closure()
             if broadcasts:
@@ -1948,6 +2036,52 @@ def test_learning_rates_are_compared_when_they_are_used(how: str) -> None:
 
     a, b = run_threads(2, rank)
     assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def test_a_closure_may_return_a_float() -> None:
+    def rank(group: Group) -> float:
+        weight = nn.Parameter(torch.zeros(1))
+        optimizer = wrap(torch.optim.SGD([weight], lr=1.0), group)
+
+        def closure() -> float:
+            optimizer.zero_grad()
+            loss = ((group.rank + 1.0) * (weight + 1.0)).sum()
+            loss.backward()
+            return loss.item()
+
+        return optimizer.step(closure)
+
+    assert run_threads(2, rank) == [1.5, 1.5]
+
+
+def test_only_numbers_and_plain_tensors_of_a_state_are_compared() -> None:
+    def rank(group: Group) -> None:
+        weight = nn.Parameter(torch.zeros(3))
+        inner = torch.optim.SGD([weight], lr=1.0)
+        rows = torch.eye(3).to_sparse()
+        inner.state[weight] = {
+            "name": "x", "none": None, "rows": rows, "meta": torch.ones(3, device="meta"),
+            "count": 5 + group.rank,
+        }  # fmt: skip
+        optimizer = wrap(inner, group)
+        ((group.rank + 1.0) * weight).sum().backward()
+        optimizer.step()
+
+    with pytest.warns(RuntimeWarning, match="the state of the ranks' optimizers"):
+        run_threads(2, rank)
+
+
+def test_parameters_that_cannot_have_gradients_have_no_hook_and_others_have_one() -> None:
+    def rank(group: Group) -> list[Any]:
+        weight = nn.Parameter(torch.zeros(3))
+        count = nn.Parameter(torch.arange(3), requires_grad=False)
+        optimizer = wrap(torch.optim.SGD([weight, count], lr=1.0), group)
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+        ((group.rank + 1.0) * weight).sum().backward()
+        optimizer.step()
+        return [weight.tolist(), count.tolist(), len(weight._post_accumulate_grad_hooks)]
+
+    assert run_threads(2, rank) == [[[-1.5] * 3, [0, 1, 2], 1]] * 2
 
 
 @pytest.mark.parametrize("name", ["weight_decay", "betas", "amsgrad"])
