@@ -99,9 +99,10 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
 
 def _check_shapes(gradients: Any, params: Any) -> None:
     """Refuse those of single samples, whose averages over ranks would be of different samples."""
-    paths, structure = jax.tree.flatten_with_path(gradients)
-    if structure != jax.tree.structure(params):
+    structures: list[Any] = [jax.tree.structure(tree) for tree in (gradients, params)]
+    if structures[0] != structures[1]:
         return
+    paths = jax.tree.leaves_with_path(gradients)
     for (path, gradient), parameter in zip(paths, jax.tree.leaves(params), strict=True):
         shape, wanted = (getattr(x, "shape", None) for x in (gradient, parameter))
         if None not in (shape, wanted) and shape != wanted:
