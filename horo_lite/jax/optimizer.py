@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax.tree_util import keystr
+from jax.tree_util import keystr, tree_leaves_with_path
 
 from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.group import Group
@@ -102,7 +102,7 @@ def _check_shapes(gradients: Any, params: Any) -> None:
     structures: list[Any] = [jax.tree.structure(tree) for tree in (gradients, params)]
     if structures[0] != structures[1]:
         return
-    paths = jax.tree.leaves_with_path(gradients)
+    paths = tree_leaves_with_path(gradients)
     for (path, gradient), parameter in zip(paths, jax.tree.leaves(params), strict=True):
         shape, wanted = (getattr(x, "shape", None) for x in (gradient, parameter))
         if None not in (shape, wanted) and shape != wanted:
