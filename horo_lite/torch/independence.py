@@ -9,11 +9,13 @@ from __future__ import annotations
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice, repeat
 from typing import Any, NamedTuple
 
 import torch
+
+from horo_lite.state.trees import Tree, in_brackets
 
 ELEMENTS = "elements"
 PARAMETERS = "parameters"
@@ -26,6 +28,8 @@ _INDEPENDENT = {
     **dict.fromkeys(("Adafactor", "Muon", "SparseAdam"), PARAMETERS),
 }  # fmt: skip
 """What torch's optimizers update independently of each other."""
+OF_EACH = ("params", "param_names")
+"""What a group of parameters has for each of them; the rest are options."""
 _N_STEPS = 8  # some look at other parameters from the second step on only
 _N_TRIED = 6  # parameters of a group
 _ROUNDING = 1e-6  # of the largest element; most results are equal
@@ -58,6 +62,7 @@ class _Outcome(NamedTuple):
     """What a copy of the optimizer made of the small parameters that it had."""
 
     values: dict[int, Any]  # flat
+    state: dict[tuple[int, str], tuple[Any, bool]]  # flat, and whether it is in the same shape
     numbers: dict[tuple[int, str], Any]  # in the options of each group
 
 
@@ -77,9 +82,9 @@ def check_independent(optimizer: Any, step: Callable[[Any], Any], claimed: str) 
     """
     name = type(optimizer).__name__
     like = [
-        (g, parameter)
+        (g, *each)
         for g, group in enumerate(optimizer.param_groups)
-        for parameter in islice(filter(_is_tried, group["params"]), _N_TRIED)
+        for each in islice(filter(_is_tried, with_names(group)), _N_TRIED)
     ]
     try:
         with torch.random.fork_rng(devices=[]):
@@ -90,14 +95,18 @@ def check_independent(optimizer: Any, step: Callable[[Any], Any], claimed: str) 
             f"({type(error).__name__}: {error}). If its update of some depends on other {claimed}, "
             "they will not be what they are without shard_state"
         )
+    shapes = [f"a parameter of shape {list(parameter.shape)}" for _, parameter, _ in like]
     compared = [
-        (
-            f"a parameter of shape {list(parameter.shape)}",
-            whole.values[i],
-            torch.cat([half.values[i] for half in halves if i in half.values]),
-        )
-        for i, (_, parameter) in enumerate(like)
-    ] + [
+        (of, whole.values[i], torch.cat([half.values[i] for half in halves if i in half.values]))
+        for i, of in enumerate(shapes)
+    ]
+    for key, (one, is_like) in whole.state.items():  # state_dict() returns it of the whole
+        parts = [half.state[key] for half in halves if key in half.state]
+        found = [part for part, _ in parts]
+        if all([is_like, *(like for _, like in parts)]):
+            found = [torch.cat(found)] if found else []
+        compared += [(f"{key[1]!r}, the state of {shapes[key[0]]},", one, other) for other in found]
+    compared += [
         (f"its {key[1]!r}", whole.numbers.get(key, number), number)
         for half in halves
         for key, number in half.numbers.items()
@@ -115,7 +124,8 @@ def check_independent(optimizer: Any, step: Callable[[Any], Any], claimed: str) 
     return ""
 
 
-def _is_tried(parameter: Any) -> bool:
+def _is_tried(named: tuple[Any, str]) -> bool:
+    parameter, _ = named
     return bool(parameter.is_floating_point() and parameter.numel())
 
 
@@ -123,7 +133,7 @@ def _updated(
     optimizer: Any,
     step: Callable[[Any], Any],
     claimed: str,
-    like: Sequence[tuple[int, Any]],
+    like: Sequence[tuple[int, Any, str]],
     n_owners: int,
 ) -> list[_Outcome]:
     """Update small parameters, `like` those of the groups, in so many copies of the optimizer."""
@@ -131,7 +141,7 @@ def _updated(
     for owner in range(n_owners):
         trial = _copy(optimizer)
         parts = []
-        for i, (g, parameter) in enumerate(like):
+        for i, (g, parameter, name) in enumerate(like):
             shape = [min(n, 4) for n in parameter.shape]
             places = torch.arange(math.prod(shape), device=parameter.device).reshape(shape)
             if claimed == ELEMENTS and n_owners > 1:
@@ -141,7 +151,7 @@ def _updated(
             if places.numel():
                 part = torch.sin(places + i)
                 resemble(part, parameter)
-                trial.param_groups[g]["params"].append(part)
+                add_parameter(trial.param_groups[g], name, part)
                 parts.append((i, part, places))
         for k in range(_N_STEPS):
             for i, part, places in parts:  # large and small gradients, which change differently
@@ -149,13 +159,26 @@ def _updated(
                 part.grad = torch.cos(places + 2.0 * i) * size
             step(trial)
         numbers = {
-            (g, key): torch.as_tensor(x, dtype=torch.float64).flatten()
+            (g, key): _flat(x)
             for g, group in enumerate(trial.param_groups)
             for key, x in group.items()
             if isinstance(x, (int, float, torch.Tensor)) and group["params"]
         }
-        outcomes.append(_Outcome({i: part.detach().flatten() for i, part, _ in parts}, numbers))
+        state = {
+            (i, key): (_flat(x), getattr(x, "shape", ()) == part.shape)
+            for i, part, _ in parts
+            for key, x in Tree(trial.state.get(part, {}), join=in_brackets).named
+            if isinstance(x, (int, float))
+            or (type(x) is torch.Tensor and x.layout is torch.strided and not x.is_complex())
+        }
+        values = {i: part.detach().flatten() for i, part, _ in parts}
+        outcomes.append(_Outcome(values, state, numbers))
     return outcomes
+
+
+def _flat(x: Any) -> Any:
+    x = x.detach().cpu() if isinstance(x, torch.Tensor) else x  # not every GPU has float64
+    return torch.as_tensor(x, dtype=torch.float64).flatten()
 
 
 def _copy(optimizer: Any) -> Any:
@@ -169,12 +192,28 @@ def _copy(optimizer: Any) -> Any:
     trial.state = defaultdict(dict)
     trial.param_groups = []
     for group in optimizer.param_groups:
-        options = {key: x for key, x in group.items() if key not in ("params", "param_names")}
-        options = copy.deepcopy(options, known)
+        options = copy.deepcopy(without_parameters(group), known)
         if "lr" in options and not options["lr"]:  # at the beginning of a warm-up
             options["lr"] = 1e-3
-        trial.param_groups.append({**options, "params": []})
+        trial.param_groups.append(options)
     return trial
+
+
+def with_names(group: dict[str, Any]) -> Iterator[tuple[Any, str]]:
+    """Yield the parameters of one of an optimizer's groups; with their names, if it has these."""
+    return zip(group["params"], group.get("param_names") or repeat(""))  # noqa: B905
+
+
+def without_parameters(group: dict[str, Any]) -> dict[str, Any]:
+    """Return a group with the same options, for `add_parameter`."""
+    return {key: [] if key in OF_EACH else x for key, x in group.items()}
+
+
+def add_parameter(group: dict[str, Any], name: str, parameter: Any) -> None:
+    """Add a parameter to a group; with its name, if the others have theirs."""
+    group["params"].append(parameter)
+    if "param_names" in group:
+        group["param_names"].append(name)
 
 
 def resemble(piece: Any, parameter: Any) -> None:

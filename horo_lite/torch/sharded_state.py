@@ -18,6 +18,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial, reduce
 from itertools import compress
 from operator import is_
 from typing import Any, NamedTuple, NoReturn
@@ -35,9 +36,13 @@ from horo_lite.state.wrapper import DividedState
 from horo_lite.torch.exchange import GradientExchange
 from horo_lite.torch.independence import (
     ELEMENTS,
+    OF_EACH,
+    add_parameter,
     check_independent,
     resemble,
     what_is_independent,
+    with_names,
+    without_parameters,
 )
 from horo_lite.torch.shared_parameters import SharedParameters, share_parameters
 from horo_lite.torch.slots import Slot, is_sparse
@@ -158,8 +163,6 @@ class ShardedUpdate(GradientExchange):
     def __init__(
         self, optimizer: Any, named: list[tuple[str, Any]] | None, options: Options
     ) -> None:
-        self._averages: list[_Average] = []
-        self._shared: SharedParameters | None = None
         self._is_tried = False
         self._independent = what_is_independent(optimizer, options.shard_state)
         # Optimizers of torch.optim update no parameter without a gradient.
@@ -191,7 +194,8 @@ class ShardedUpdate(GradientExchange):
 
     def follow_world(self) -> None:
         super().follow_world()
-        self._averages, self._shared = [], None
+        self._averages: list[_Average] = []
+        self._shared: SharedParameters | None = None
 
     def begin(self, *, keeps_pending: bool = False) -> None:
         super().begin(keeps_pending=keeps_pending)
@@ -225,9 +229,6 @@ class ShardedUpdate(GradientExchange):
 
     def _complete_averages(self) -> None:
         """Give all ranks all averages, since the parameters are about to be divided again."""
-        if not self._averages:
-            return
-        self._check_averages()
         names, owners, parts, wholes = [], [], [], []
         for slot, gradient, _, of_ranks in self._averages:
             flat = gradient.detach().reshape(-1)
@@ -256,8 +257,9 @@ class ShardedUpdate(GradientExchange):
         self._check_averages()
         rank = self._group.rank
         divided = {id(average.gradient): average.of_ranks[rank] for average in self._averages}
+        gradients = [p.grad for p in self._seen if p.grad is not None]
         mine, norms = [], []
-        for gradient in [p.grad for p in self._seen if p.grad is not None]:
+        for gradient in gradients:
             part = gradient.detach()
             if id(gradient) in divided:
                 start, stop = divided[id(gradient)]
@@ -290,7 +292,8 @@ class ShardedUpdate(GradientExchange):
         self._averages = [
             average._replace(version=average.gradient._version) for average in self._averages
         ]
-        return torch.tensor(total)
+        dtypes = [gradient.real.dtype for gradient in gradients]
+        return torch.tensor(total, dtype=reduce(torch.promote_types, dtypes) if dtypes else None)
 
     def check_scaling(self, is_fused: bool) -> None:
         if self.takes_part and self.options.shard_gradients:
@@ -325,8 +328,8 @@ class ShardedUpdate(GradientExchange):
             # Called here, since it may use the optimizer as the user knows it.
             with torch.enable_grad():
                 loss = closure()
-        state = self._shard()
         self._check_averages()
+        state = self._shard()
         state.follow_parameters()
         changes = [self._updates_all or p.grad is not None for p in state.parameters]
         if state.shared is not None:
@@ -342,12 +345,16 @@ class ShardedUpdate(GradientExchange):
         """Let the optimizer see this rank's share, its gradients and state, inside the block."""
         optimizer, parameters = self._optimizer, state.parameters
         groups = optimizer.param_groups
-        of_group: dict[int, list[Any]] = {}
-        place = {id(p): g for g, group in enumerate(groups) for p in group["params"]}
+        shares = [without_parameters(group) for group in groups]
+        place = {
+            id(p): (share, name)
+            for group, share in zip(groups, shares, strict=True)
+            for p, name in with_names(group)
+        }
         pieces = []
         for piece, tensor in zip(state.mine, state.tensors, strict=True):
             parameter = parameters[piece.parameter]
-            of_group.setdefault(place[id(parameter)], []).append(tensor)
+            add_parameter(*place[id(parameter)], tensor)
             if tensor is not parameter:
                 pieces.append(tensor)
                 gradient = parameter.grad
@@ -355,14 +362,13 @@ class ShardedUpdate(GradientExchange):
                     gradient = gradient.detach().reshape(-1)[piece.start : piece.stop]
                 resemble(tensor, parameter)
                 tensor.grad = gradient
-        shares = [{**group, "params": of_group.get(g, [])} for g, group in enumerate(groups)]
         optimizer.param_groups, optimizer.state = shares, state.own
         try:
             yield
         finally:
             optimizer.param_groups, optimizer.state = groups, state
             for group, share in zip(groups, shares, strict=True):  # some write into their options
-                group.update({key: x for key, x in share.items() if key != "params"})
+                group.update({key: x for key, x in share.items() if key not in OF_EACH})
             for tensor in pieces:
                 tensor.grad = None
 
@@ -400,7 +406,10 @@ class ShardedUpdate(GradientExchange):
     # Dividing and collecting the state.
 
     def _shard(self) -> ShardedState:
-        """Return the sharded state, after dividing it if it is whole. Collective in that case."""
+        """Return the sharded state, after dividing it if it is whole. Collective in that case.
+
+        The optimizer has it when `_within_share` ends.
+        """
         state = self._optimizer.state
         parameters = [slot.parameter for slot in self.slots]
         if isinstance(state, ShardedState):
@@ -446,14 +455,15 @@ class ShardedUpdate(GradientExchange):
         if self.options.shared_parameters:
             self._shared = share_parameters(self._group, parameters, self._shared, self)
         sharded = ShardedState(self._group, parameters, pieces, self._shared)
+        group_of = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}
         for piece in sharded.mine:
             tensor, parameter = sharded.piece_of(piece), parameters[piece.parameter]
             sharded.tensors.append(tensor)
             if parameter in state:
-                sharded.own[tensor] = _cut(state[parameter], parameter, piece)
+                group = group_of[id(parameter)]
+                sharded.own[tensor] = _cut(state[parameter], parameter, piece, group)
         known = set(map(id, parameters))
         sharded.own.update({key: x for key, x in state.items() if id(key) not in known})
-        self._optimizer.state = sharded
         # What sparse_as_dense makes sparse again has its non-zero elements where the averages are.
         if self.options.shard_gradients and not self.options.sparse_as_dense:
             self.reducer.division = _division(pieces, parameters, self._group.size)
@@ -568,20 +578,29 @@ def _flat(parameter: Any) -> Any:
     return detached.as_strided((detached.numel(),), (1,))
 
 
-def _cut(state: Any, parameter: Any, piece: Piece) -> Any:
-    """Return a copy of the part of a parameter's state that belongs to a piece, on its device."""
-    is_whole = piece.stop - piece.start == parameter.numel()
+def _cut(
+    state: dict[str, Any], parameter: Any, piece: Piece, group: dict[str, Any]
+) -> dict[str, Any]:
+    """Return a copy of the part of a parameter's state that belongs to a piece.
 
-    def cut(x: Any) -> Any:
+    On the parameter's device, except a count of steps that is neither captured nor read by a fused
+    step, as torch's load_state_dict() does it: `collect` has moved all of it to the host.
+    """
+    is_whole = piece.stop - piece.start == parameter.numel()
+    counts_there = bool(group.get("capturable") or group.get("fused"))
+    done: dict[int, Any] = {}
+
+    def cut(x: Any, moves: bool) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
-        if x.dim() == 0:
-            return x.clone()  # where it is: step counts are on the host, unless they are captured
         if not is_whole and x.shape == parameter.shape:
             x = x.reshape(-1)[piece.start : piece.stop]
-        return x.to(parameter.device, copy=True)
+        return x.to(parameter.device if moves else x.device, copy=True)
 
-    return mapped(state, cut)
+    return {
+        key: mapped(x, partial(cut, moves=key != "step" or counts_there), done=done)
+        for key, x in state.items()
+    }
 
 
 def _joined(parts: Sequence[Any], parameter: Any) -> Any:

@@ -28,7 +28,8 @@ from horo_lite.errors import DriftError, MismatchError, PeerLostError  # noqa: E
 from horo_lite.horovod.reductions import Adasum  # noqa: E402
 from horo_lite.torch.independence import check_independent  # noqa: E402
 from horo_lite.torch.optimizer import DistributedOptimizer  # noqa: E402
-from horo_lite.torch.sharded_state import ShardedState  # noqa: E402
+from horo_lite.torch.sharded_state import ShardedState, _cut  # noqa: E402
+from horo_lite.training.sharding import Piece  # noqa: E402
 
 nn = torch.nn
 optim = torch.optim
@@ -251,6 +252,7 @@ SAME: dict[str, Callable[[Any], None]] = {
     "by hand": lambda _: ordinary.test_gradients_assigned_by_hand_are_exchanged_by_step(),
     "sparse": lambda _: ordinary.test_sparse_embeddings(False),
     "sparse as dense": lambda _: ordinary.test_sparse_embeddings(True),
+    "needs averages": lambda _: ordinary.test_a_scaler_needs_averages(True, False),
     "overflow": lambda _: ordinary.test_all_ranks_skip_the_step_that_overflows_on_one(),
     "broken pass": lambda _: ordinary.test_a_pass_that_breaks_off_leaves_nothing_behind(),
     "error": lambda _: ordinary.test_an_error_in_one_optimizer_leaves_the_others_usable(),
@@ -316,7 +318,10 @@ def test_parameters_that_move_freeze_and_are_added() -> None:
 
 
 @pytest.mark.parametrize("saves_before", [False, True])
-def test_a_parameter_that_is_removed_takes_its_state_with_it(saves_before: bool) -> None:
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_parameter_that_is_removed_takes_its_state_with_it(
+    saves_before: bool, replaces: bool
+) -> None:
     def rank(group: Group, shard: bool) -> Any:
         net = network()
         optimizer = DistributedOptimizer(
@@ -326,7 +331,11 @@ def test_a_parameter_that_is_removed_takes_its_state_with_it(saves_before: bool)
             if step == 2:
                 if saves_before:
                     optimizer.state_dict()
-                removed = optimizer.param_groups[0]["params"].pop(0)
+                parameters = optimizer.param_groups[0]["params"]
+                removed = parameters.pop(0)
+                if replaces:
+                    net[0].weight = nn.Parameter(torch.full_like(removed, 0.1))
+                    parameters.insert(0, net[0].weight)
                 if not shard:
                     del optimizer.state[removed]
             optimizer.zero_grad()
@@ -351,7 +360,8 @@ class Mixed(nn.Module):
         self.shift = nn.Parameter(torch.zeros(33, dtype=torch.bfloat16))
         self.phase = nn.Parameter(torch.zeros(200, dtype=torch.complex64))
         self.scalar = nn.Parameter(torch.zeros(()))
-        self.empty = nn.Parameter(torch.zeros(0, 4))
+        self.empty = nn.Parameter(torch.zeros(4, 0))
+        self.row = nn.Parameter(torch.zeros(4, 60)[:1, :33])
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for p in self.parameters():
@@ -359,6 +369,7 @@ class Mixed(nn.Module):
 
     def forward(self, x: Any) -> Any:
         y = self.wide(self.image(x).flatten(1)).tanh() + self.shift.float() + self.empty.sum()
+        y = y + self.row
         return (y @ self.turned.t() * self.scalar).sum() + (self.phase * (1 + 2j)).sum().real
 
 
@@ -487,6 +498,15 @@ def test_schedulers_made_before_and_after() -> None:
         assert_same_bits(net, expected)
 
 
+def test_a_collected_state_returns_to_the_parameters_device() -> None:
+    parameter = nn.Parameter(torch.zeros((), device="meta"))
+    state = {"step": torch.ones(()), "exp_avg": torch.ones(()), "n": 1}
+    for options, there in (({}, []), ({"fused": True}, ["step"]), ({"capturable": True}, ["step"])):
+        found = _cut(state, parameter, Piece(0, 0, 1, 0), options)
+        meta = [key for key in state if getattr(found[key], "is_meta", False)]
+        assert meta == [*there, "exp_avg"]
+
+
 # What the state's readers are told.
 
 
@@ -545,7 +565,9 @@ def test_without_its_wrapper_a_sharded_state_is_not_taken_for_an_empty_one() -> 
             with pytest.raises(RuntimeError, match="no longer exists"):
                 reader.state_dict()
         del reader, ordinary
-        return len(wrap(inner, group).state_dict()["state"])
+        assert len(wrap(inner, group).state_dict()["state"]) == 6
+        gc.collect()
+        return len(inner.state_dict()["state"])
 
     assert run_threads(2, rank) == [6, 6]
 
@@ -666,6 +688,7 @@ class Own(optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
+        self.state["all"]["n_steps"] = self.state["all"].get("n_steps", 0) + 1
         for group in self.param_groups:
             group["n_steps"] = group.get("n_steps", 0) + 1
             for p in group["params"]:
@@ -674,20 +697,22 @@ class Own(optim.Optimizer):
                     state["sum"] = state.get("sum", 0) + p.grad * p.grad
                     state["n"] = state.get("n", 0) + 1
                     state["nested"] = {"pair": (p.grad.clone(), [state["n"]])}
+                    state["bounds"] = state.get("bounds", torch.zeros(2)) + 1
                     p.sub_(p.grad / (state["sum"].sqrt() + 1e-3), alpha=group["lr"])
 
 
 @pytest.mark.parametrize("how", ["elements", "parameters"])
 def test_an_optimizer_of_ones_own(how: str) -> None:
-    expected = run_threads(3, lambda group: trained(group, Own, shard=False))
-    states = run_threads(
-        3, lambda group: copy.deepcopy(trained(group, Own, shard=how)[1].state_dict())
-    )
-    for (net, _), state in zip(
-        run_threads(3, lambda group: trained(group, Own, shard=how)), states, strict=True
-    ):
-        assert_same_bits(net, expected[0][0])
-        assert same(state, expected[0][1].state_dict())
+    def rank(group: Group, shard: bool | str) -> Any:
+        net, optimizer = trained(group, Own, shard)
+        optimizer.state_dict()
+        train(net, optimizer, group.rank, range(5, 7))
+        return net, optimizer.state_dict()
+
+    net, state = run_threads(3, lambda group: rank(group, shard=False))[0]
+    for other, found in run_threads(3, lambda group: rank(group, shard=how)):
+        assert_same_bits(other, net)
+        assert same(found, state)
 
 
 class Combines(optim.Optimizer):
@@ -712,6 +737,10 @@ class Combines(optim.Optimizer):
                 "noise": 1 + torch.rand(()),
             }.get(self.kind, 1)
             p.sub_(p.grad, alpha=float(factor * group["lr"]))
+            if self.kind == "its largest":
+                self.state[p]["largest"] = max(p.grad.max(), self.state[p].get("largest", 0))
+            if self.kind == "two in one tensor":
+                self.state[p]["both"] = torch.stack([p.grad, p.grad**2])
             if self.kind == "a number in param_groups":
                 group["largest"] = max(total, group.get("largest", 0))
             if self.kind == "one for each":
@@ -730,6 +759,8 @@ class Combines(optim.Optimizer):
         ("noise", ["elements", "parameters"]),
         ("the norm of each", ["elements"]),
         ("its shape", ["elements"]),
+        ("its largest", ["elements"]),
+        ("two in one tensor", ["elements"]),
         ("nothing", []),
     ],
 )
@@ -824,17 +855,18 @@ def test_a_group_of_which_a_rank_has_no_parameter() -> None:
 class Asks(optim.Optimizer):
     """Asks each parameter for attributes, updates it without a gradient, and drops gradients."""
 
-    def __init__(self, params: Any) -> None:
+    def __init__(self, params: Any, names: list[str]) -> None:
         super().__init__(params, {"lr": 0.1})
+        self.param_groups[0]["param_names"] = names
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
-            for p in group["params"]:
+            for name, p in zip(group["param_names"], group["params"], strict=True):
                 if p.requires_grad:
                     p.mul_(0.9)
                 if p.grad is not None:
-                    p.sub_(p.grad, alpha=group["lr"] * p.scale)
+                    p.sub_(p.grad, alpha=group["lr"] * p.scale * len(name))
                     p.grad = None
 
 
@@ -846,7 +878,8 @@ def test_pieces_are_like_parameters() -> None:
         parameters = [used, unused, rounded]
         for i, p in enumerate(parameters):
             p.scale = 1 + i
-        optimizer = DistributedOptimizer(Asks(parameters), process_set=group, shard_state=shard)
+        inner = Asks(parameters, ["used", "unused", "rounded"])
+        optimizer = DistributedOptimizer(inner, process_set=group, shard_state=shard)
         for _ in range(3):
             optimizer.zero_grad()
             (used.sum() + rounded.sum() * group.rank).backward()
@@ -854,8 +887,9 @@ def test_pieces_are_like_parameters() -> None:
         return [p.detach() for p in parameters]
 
     expected = run_threads(3, lambda group: rank(group, False))[0]
-    for found in run_threads(3, lambda group: rank(group, "elements")):
-        assert same(found, expected)
+    for how in ("elements", "parameters"):
+        for found in run_threads(3, lambda group, how=how: rank(group, how)):
+            assert same(found, expected)
 
 
 class OwnAdam(optim.Adam):
