@@ -26,7 +26,7 @@ from horo_lite.torch.optimizer import DistributedOptimizer  # noqa: E402
 nn = torch.nn
 
 
-def wrap(optimizer: Any, group: Group, **options: Any) -> Any:
+def wrap(optimizer: Any, group: Any, **options: Any) -> Any:
     options = {"shard_state": True, "shard_gradients": True, **options}
     return DistributedOptimizer(optimizer, process_set=group, **options)
 
@@ -95,6 +95,7 @@ def test_each_rank_has_averages_in_its_share_and_its_own_gradient_elsewhere() ->
             seen.append(parameter.grad.tolist())
             optimizer.step()
             assert parameter.grad is None
+            assert [tensor.grad for tensor in optimizer.state.tensors] == [None]
         return seen
 
     for number, (first, *later) in enumerate(run_threads(3, rank)):
@@ -104,12 +105,26 @@ def test_each_rank_has_averages_in_its_share_and_its_own_gradient_elsewhere() ->
         assert later == [share, share]
 
 
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, math.inf])
-def test_clipping_by_the_norm_of_all_shares(norm_type: float) -> None:
+@pytest.mark.parametrize(
+    ("norm_type", "dtype", "passes"),
+    [
+        (2.0, torch.float32, 1),
+        (1.0, torch.float32, 2),
+        (3.0, torch.float64, 1),
+        (math.inf, torch.float32, 1),
+    ],
+)
+def test_clipping_by_the_norm_of_all_shares(norm_type: float, dtype: Any, passes: int) -> None:
     def rank(group: Group, shard: bool) -> Any:
-        net = network()
+        net = network(dtype=dtype)
         inner = KINDS["momentum"](net.parameters())
-        optimizer = wrap(inner, group, shard_state=shard, shard_gradients=shard)
+        optimizer = wrap(
+            inner,
+            group,
+            shard_state=shard,
+            shard_gradients=shard,
+            backward_passes_per_step=passes,
+        )
         norms = []
         for step in range(5):
             optimizer.zero_grad()
@@ -117,10 +132,12 @@ def test_clipping_by_the_norm_of_all_shares(norm_type: float) -> None:
             # The third is not clipped.
             most = 1e4 if step == 2 else 0.05
             if shard or step < 4:
-                norms.append(optimizer.clip_grad_norm_(most, norm_type))
+                norms.append(optimizer.clip_grad_norm_(most, norm_type, error_if_nonfinite=True))
             else:
+                optimizer.synchronize()
                 norms.append(nn.utils.clip_grad_norm_(net.parameters(), most, norm_type))
             optimizer.step()
+        assert {norm.dtype for norm in norms} == {dtype}
         return net, torch.stack(norms)
 
     whole = run_threads(3, functools.partial(rank, shard=False))[0]
@@ -142,6 +159,7 @@ def test_a_norm_that_is_not_finite_on_one_rank_is_an_error_on_all() -> None:
         (net[0].weight.sum() * (math.inf if group.rank == 1 else 1.0)).backward()
         with pytest.raises(RuntimeError, match="gradients is inf, so they cannot") as caught:
             optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)
+        assert optimizer.clip_grad_norm_(1.0) == math.inf
         return str(caught.value)
 
     assert len(set(run_threads(2, rank))) == 1
@@ -152,6 +170,17 @@ def test_what_would_see_a_share_only_is_an_error() -> None:
         net[0].weight.sum().backward()
         net[0].weight.grad.mul_(0.5)
         net[2].weight.sum().backward()
+        optimizer.step()
+
+    def clip_twice(net: Any, optimizer: Any) -> None:
+        net[0].weight.sum().backward()
+        nn.utils.clip_grad_value_(net.parameters(), 0.1)
+        optimizer.clip_grad_norm_(1.0)
+
+    def clip_and_save(net: Any, optimizer: Any) -> None:
+        net[0].weight.sum().backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.state_dict()
         optimizer.step()
 
     def scale(net: Any, optimizer: Any) -> None:
@@ -178,6 +207,8 @@ def test_what_would_see_a_share_only_is_an_error() -> None:
             (scale, "GradScaler does not go with shard_gradients=True"),
             (clip, r"'param_groups\[0\]\[0\]' was changed after .*clip_grad_norm_\(\)"),
             (clip_some, r"'param_groups\[0\]\[0\]' was changed after"),
+            (clip_twice, r"'param_groups\[0\]\[0\]' was changed after"),
+            (clip_and_save, r"'param_groups\[0\]\[0\]' was changed after"),
             (replace, r"'param_groups\[0\]\[0\]' was changed after"),
             (add, "after it was exchanged, and with shard_gradients=True"),
         ):
@@ -201,6 +232,10 @@ def test_norms_that_shares_do_not_add_up_to() -> None:
             with pytest.raises(ValueError, match="norm_type must be more than 0, not "):
                 optimizer.clip_grad_norm_(1.0, norm_type)
         train(net, optimizer, group.rank, range(2))
+        other = network()
+        optimizer = wrap(KINDS["SGD"](other.parameters()), group, shard_gradients=False)
+        (other[0].bias.sum() * (1 + 2 * group.rank)).backward()
+        assert optimizer.clip_grad_norm_(1.0, -math.inf) == 2  # the smallest
 
     run_threads(2, rank)
 
@@ -276,6 +311,14 @@ def added_before_clipping(optimizer: Any, first: Any, _: Any, step: int) -> None
     assert optimizer.clip_grad_norm_(1e6) > (60 if step > 1 else 1)
 
 
+def dropped_before_the_update(optimizer: Any, _: Any, second: Any, step: int) -> None:
+    second.grad = None
+    if step == 3:
+        second.sum().backward()
+    if step:
+        optimizer.clip_grad_norm_(1e6)
+
+
 def removed_before_the_update(optimizer: Any, first: Any, second: Any, step: int) -> None:
     if step == 0:
         optimizer.param_groups[0]["params"].append(first)
@@ -286,6 +329,7 @@ def removed_before_the_update(optimizer: Any, first: Any, second: Any, step: int
 PROGRAMS: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
     "added before clipping": (added_before_clipping, {}),
     "removed before the update": (removed_before_the_update, {}),
+    "dropped before the update": (dropped_before_the_update, {}),
     "sparse": (lambda *_: None, {}),
     "sparse as dense": (lambda *_: None, {"sparse_as_dense": True}),
     "compresses to another size": (lambda *_: None, {"compression": FirstOnly}),
@@ -335,11 +379,23 @@ def test_in_a_world_of_one_step_clears_gradients_too() -> None:
     def rank(group: Group) -> Any:
         parameter = ramp(4)
         optimizer = wrap(torch.optim.SGD([parameter], lr=0.1), group)
-        parameter.sum().backward()
-        optimizer.step()
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(parameter.sum()).backward()
+        scaler.step(optimizer)
         return parameter.grad
 
     assert run_threads(1, rank) == [None]
+
+
+def test_a_rank_outside_of_the_process_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    outside = hvd.ProcessSet([1])
+    monkeypatch.setattr(outside, "included", lambda: False)
+    parameter = ramp(4)
+    optimizer = wrap(torch.optim.SGD([parameter], lr=0.1), outside)
+    parameter.sum().backward()
+    assert optimizer.clip_grad_norm_(9.0) == 2.0
+    optimizer.step()
+    assert parameter.grad is not None
 
 
 @pytest.mark.served
