@@ -392,9 +392,9 @@ class GradientExchange:
         """Note that a pass has ended with an error; this notification may be late."""
         self._pass.is_broken |= task in self._pass.tasks
 
-    def _mend(self) -> None:
-        """Give up what a pass that has ended with an error has sent."""
-        if self._pass.is_broken:
+    def _mend(self, drops: bool = False) -> None:
+        """Give up what a pass that has ended with an error, or is to be dropped, has sent."""
+        if self._pass.is_broken or (drops and self._pass.tasks):
             self.reducer.abandon()
             self._pass = BackwardPass()
 
@@ -453,12 +453,11 @@ class GradientExchange:
         in the next one.
         """
         with self._lock:
-            self._mend()
+            # Outside of backward(), a pass that is not over has ended without a report.
+            self._mend(drops=graph_task() < 0 and not keeps_pending)
             self._step = Step(self._step.weight, self._step.weight_is_used)
             for slot in self.slots:
-                if keeps_pending and slot.touched:
-                    slot.exchanged = False
-                else:
+                if not (keeps_pending and slot.touched):
                     slot.begin()
                 slot.restore_hook()
 
@@ -468,6 +467,8 @@ class GradientExchange:
             return
         with self._lock:
             self._mend()
+            if graph_task() < 0:  # over, too, if its end was not reported: see _hand_over
+                self._pass = BackwardPass()
             # A rank whose passes touched nothing joins the other ranks' exchange here.
             if self._is_left() or self._step.is_due:
                 self.exchange(in_step)
@@ -647,7 +648,6 @@ class GradientExchange:
                 try:
                     reducer.fail(RuntimeError(_changed_too_early(slot.name)))
                 finally:
-                    self._pass = BackwardPass()
                     self._count_anew()
         by_hand = [slot for slot in touched if slot.passes == 0 and self._is_by_hand(slot)]
         for slot in touched:

@@ -30,7 +30,7 @@ class Slot:
         self.zeros_hook: Any = None
         self.attributes: Any = None  # the parameter's, when its hook was registered
         self.passes = 0  # since the last exchange, step() or zero_grad()
-        self.last_pass: Any = None  # the last pass that touched it
+        self.last_pass: Any = None  # the last of these passes
         self.seen: Any = None  # the gradient after the last pass, and its version
         self.touched = False  # since the last exchange
         self.exchanged = False  # since the last step() or zero_grad(): equal on all ranks
@@ -52,13 +52,13 @@ class Slot:
 
     def begin(self) -> None:
         self.passes = 0
-        self.seen = None
+        self.seen = self.last_pass = None
         self.touched = self.exchanged = self.is_copied = False
 
     def end_exchange(self) -> None:
         """Record that the gradient has been exchanged: what is added now is pending again."""
         self.passes = 0
-        self.seen = None
+        self.seen = self.last_pass = None
         self.exchanged = True
         self.task = graph_task()
         self.copy_back()

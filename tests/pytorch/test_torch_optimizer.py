@@ -1033,6 +1033,63 @@ def test_a_pass_that_adds_to_a_gradient_of_the_pass_around_it(sent: bool, views:
     assert run_threads(2, rank) == [[7.5] * 100] * 2
 
 
+@pytest.mark.parametrize("to_none", [False, True])
+@pytest.mark.parametrize("drops", [False, True])
+def test_passes_whose_end_is_not_reported(to_none: bool, drops: bool) -> None:
+    """They are inside a hook of a leaf, after which autograd evaluates nothing."""
+
+    def train(net: Any, optimizer: Any, rank: int, size: int) -> None:
+        for step in range(4):
+            x, y = (samples_of[rank::size] for samples_of in samples(step))
+            leaf = torch.ones(1, requires_grad=True)
+
+            @torch.enable_grad()
+            def inside(_: Any, x: Any = x, y: Any = y) -> None:
+                loss_of(net, x, y).backward()
+
+            leaf.register_hook(inside)
+            optimizer.zero_grad(set_to_none=to_none)
+            if size > 1:
+                optimizer.set_weight(len(x))
+            leaf.backward()
+            if drops:
+                optimizer.zero_grad(set_to_none=to_none)
+                if size > 1:
+                    optimizer.set_weight(len(x))
+                loss_of(net, x, y).backward()
+                nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+            optimizer.step()
+
+    def rank(group: Group) -> Any:
+        net = network()
+        train(net, wrap(sgd(net), group, net), group.rank, group.size)
+        return net
+
+    alone = network()
+    train(alone, sgd(alone), 0, 1)
+    for net in run_threads(2, rank):
+        assert_same_weights(net, alone)
+
+
+def test_a_pass_that_adds_after_an_exchange_inside_it() -> None:
+    def rank(group: Group) -> list[float]:
+        p, q = (nn.Parameter(torch.ones(2)) for _ in range(2))
+        optimizer = wrap(torch.optim.SGD([q, p], lr=1.0), group)
+        factor = group.rank + 1.0
+
+        @torch.enable_grad()
+        def inside(_: Any) -> None:  # after p's gradient, since autograd prefers leaves
+            optimizer.synchronize()
+            (4.0 * factor * p).sum().backward()
+
+        around = q * 1.0
+        around.register_hook(inside)
+        (factor * around * p).sum().backward()
+        return p.grad.tolist()
+
+    assert run_threads(2, rank) == [[7.5] * 2] * 2
+
+
 @pytest.mark.shows("jit")
 def test_compiled() -> None:
     def rank(group: Group) -> Any:
