@@ -19,7 +19,7 @@ from horo_lite.collectives.calls import AllGatherInPlace, Part
 from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.group import Group
 from horo_lite.collectives.handle import Handle
-from horo_lite.collectives.reductions import AllReduce, Average, Op, Sum
+from horo_lite.collectives.reductions import AllReduce, Average, Op, Sum, checked_weight
 from horo_lite.context import on_ended, on_ending, on_renewed
 from horo_lite.errors import raised_in_graphs, warn
 from horo_lite.jax.primitive import bind, complete
@@ -274,9 +274,7 @@ class Allreduce(Call):
         """Return the arrays to reduce, options, and the named parameters."""
         arrays = self.results(xs)
         rest = xs[len(arrays) :]
-        weight = float(rest[0]) if self.weighted else None
-        if weight is not None and not 0 <= weight < float("inf"):
-            raise ValueError(f"weight must be a number of samples (0 or more), not {weight}")
+        weight = checked_weight(float(rest[0]), self.op) if self.weighted else None
         options = {
             "compression": self.compression,
             "prescale_factor": self.prescale_factor,

@@ -130,7 +130,7 @@ def average_gradients(
         MismatchError: The ranks' trees differ; it names the first leaf that does.
     """
     if weight is not None and op is not Average:
-        raise ValueError(f"a weight needs op=Average; with op={op} it has no meaning")
+        raise ValueError(f"a weight needs op=Average; with op={op.name} it has no meaning")
     call = Allreduce(
         name or "gradients",
         group,

@@ -148,10 +148,8 @@ def compare_states(state: Sequence[tuple[str, Any]], group: Group, label: str) -
     ]
     call = Compare(f"optimizer states before {label}", needs_all=False)
     headers = group.run(call, Part(number=hash63(repr(seen)) if seen else 0))
-    ranks_with: dict[int, list[int]] = {}
-    for rank, header in zip(group.transport.ranks, headers, strict=True):
-        if header.count != Compare.JOINED:
-            ranks_with.setdefault(header.count, []).append(rank)
+    ranks_with = ranks_by([header.count for header in headers], group.transport.ranks)
+    ranks_with.pop(Compare.JOINED, None)
     if len(ranks_with) < 2:
         return None
     sides = [

@@ -582,7 +582,7 @@ class Reducer:
                 self._plans.clear()
             self._plans[key] = Plan(
                 entries=tuple(
-                    _entry(name, None if array is None else array)
+                    _entry(name, array)
                     for (name, _), array in zip(self._parameters, arrays, strict=True)
                 ),
                 present=present,

@@ -550,7 +550,7 @@ mean = sum(r * whole[r] for r in range(size)) / sum(range(size))
 nothing = rows * (jnp.nan if rank == 0 else 1)  # its weight is 0, so the values do not matter
 np.testing.assert_allclose(weighted(nothing, float(rank)), mean, rtol=1e-6)
 assert "(0 or more), not -1" in str(raised(lambda: weighted(rows, -1.0)))
-assert "op=Average" in str(raised(lambda: hvd.average_gradients(rows, op=hvd.Sum, weight=1)))
+assert "with op=Sum" in str(raised(lambda: hvd.average_gradients(rows, op=hvd.Sum, weight=1)))
 
 # Loops, branches and batches.
 def body(x, i):
