@@ -207,8 +207,7 @@ assert np.allclose([share for _, share in measured], expected, rtol=1e-4), (meas
     )
 
 
-@WAYS
-def test_what_optax_is_told_about_the_loss_is_about_all_ranks_samples(way: str) -> None:
+def test_what_optax_is_told_about_the_loss_is_about_all_ranks_samples() -> None:
     """A Polyak step, a line search, second derivatives, and steps that evaluate the loss again."""
     ranks(
         TRAIN
@@ -278,7 +277,6 @@ error = raised(lambda: tx.update(twice, tx.init(params), params))
 assert "gradient of 'hidden.b' has the shape (2, 16), and the parameter (16,)" in str(error), error
 """,
         2,
-        way,
     )
 
 
