@@ -114,7 +114,7 @@ ENDS = [
            "waited in allreduce 'gradients of step 3'"),
           others="for i in range(4): hvd.allreduce(np.ones(9), name=f'gradients of step {i}')"),
     Fault("one step less, as backward() finds out", TORCH + "fault()",
-          # In the agreement, or already in the exchange that the engine's thread has begun to match.
+          # In the ranks' agreement, or in the exchange, if the engine's thread is quicker.
           (LEFT[0], "waited in ", "gradients of optimizer 1, step 2", " (at ", ", step)\n"),
           late=True, others=TORCH + "step(1)", needs="torch"),
     Fault("one step more, and nobody asks what became of it",
