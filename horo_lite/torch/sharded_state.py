@@ -414,11 +414,10 @@ class ShardedUpdate(GradientExchange):
         parameters = [slot.parameter for slot in self.slots]
         if isinstance(state, ShardedState):
             if (
-                len(parameters) == len(state.parameters)
+                _layouts(parameters) == state.layouts
                 and all(map(is_, parameters, state.parameters))
                 and all(p.grad is None for p in state.left_out)
                 and not any(is_sparse(p.grad) for p in state.cut)
-                and _layouts(parameters) == state.layouts
                 and (state.shared is None or state.shared.are_there())
             ):
                 check_not_lost(state.group, self.group)

@@ -219,6 +219,8 @@ def test_what_would_see_a_share_only_is_an_error() -> None:
             with pytest.raises(RuntimeError, match=told):
                 do(net, optimizer)
             optimizer.zero_grad(set_to_none=False)
+            net[2].weight.sum().backward()
+            optimizer.step()
             train(net, optimizer, group.rank, range(2))
 
     run_threads(2, rank)

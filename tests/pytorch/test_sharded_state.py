@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import gc
 import io
@@ -530,6 +531,7 @@ def test_a_sharded_state_cannot_be_read_written_or_copied() -> None:
                 wrong()
         with pytest.warns(RuntimeWarning, match="iterating over it finds nothing"):
             assert list(optimizer.state.items()) == []
+        assert optimizer.state.shared is None
         assert optimizer.state  # if empty, torch.distributed.checkpoint would take a step
         train(net, optimizer, group.rank)
 
@@ -590,6 +592,21 @@ def test_broadcast_in_mid_training_changes_nothing(loaded_on: int | None) -> Non
     expected = run_threads(2, lambda group: trained(group, KINDS["Adam"]))[0][0]
     for net in run_threads(2, rank):
         assert_same_bits(net, expected)
+
+
+def test_after_the_ranks_have_changed_shares_are_lost() -> None:
+    before = run_threads(3, lambda group: trained(group, KINDS["Adam"]))
+
+    def rank(group: Group) -> None:
+        net, optimizer = before[group.rank]
+        exchange = optimizer._exchange
+        exchange.options = dataclasses.replace(exchange.options, group=group)
+        exchange.follow_world()
+        for use in (lambda: train(net, optimizer, group.rank), optimizer.state_dict):
+            with pytest.raises(RuntimeError, match="so parts of it are lost: load a state_dict"):
+                use()
+
+    run_threads(2, rank)
 
 
 def test_state_dict_on_one_rank_only() -> None:
@@ -920,13 +937,13 @@ def test_parameters_that_share_memory_or_have_gaps() -> None:
     for parameters, told in (
         ([base, base[3:]], "share no memory, but 'param_groups[0][0]' and 'param_groups[0][1]' do"),
         ([torch.ones(30, 41)[:, :40]], "'param_groups[0][0]' has strides (41, 1) for [30, 40]"),
+        ([base, torch.ones(3, device="meta")], "but 'param_groups[0][1]' is without memory"),
     ):
 
         def rank(group: Group, parameters: Any = parameters, told: str = told) -> None:
             own = [nn.Parameter(x) for x in parameters]
             optimizer = wrap(optim.Adam(own), group)
-            for p in own:
-                p.grad = torch.ones_like(p)
+            own[0].grad = torch.ones_like(own[0])
             with pytest.raises(ValueError, match=re.escape(told)):
                 optimizer.step()
 
