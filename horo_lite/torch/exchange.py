@@ -58,11 +58,13 @@ _alone: weakref.WeakSet[GradientExchange] = weakref.WeakSet()
 _weighted: weakref.WeakSet[GradientExchange] = weakref.WeakSet()
 _numbers = itertools.count()
 
+IN_BACKWARD, IN_SYNCHRONIZE, IN_STEP = range(3)
+
 
 class Note(NamedTuple):
     """What the ranks tell each other with an exchange."""
 
-    in_step: bool  # where gradients are used at once
+    where: int  # the exchange is: in backward(), in synchronize(), or in step()
     hyperparameters: str  # their digest, which may be different until step() uses them
     sparse: str  # sparse gradients: see sparse.note
 
@@ -85,9 +87,10 @@ class Step:
     weight: float | None = None  # this rank's
     weight_is_used: bool = False
     is_due: bool = True  # nothing was exchanged
-    in_step: list[int] = field(default_factory=list)  # ranks that received in step() what others
-    is_late: bool = False  # exchanged in backward(); whether this rank is one of them
-    exchanged: list[tuple[Slot, Any, int]] = field(default_factory=list)  # by it, in backward()
+    later: list[int] = field(default_factory=list)  # ranks that receive later what this one has
+    until: int = IN_BACKWARD  # where the last of them does
+    exchanged: list[tuple[Slot, Any, int]] = field(default_factory=list)  # what they receive
+    is_late: bool = False  # this rank receives in step() what others have before
 
 
 class GradientExchange:
@@ -405,7 +408,8 @@ class GradientExchange:
         with self._lock:
             self._mend()
             # The module's zero_grad() has begun a step, after one that GradScaler has skipped?
-            is_held = any(s.exchanged and s.parameter.grad is not None for s in self.slots)
+            own = [slot for slot in self.slots if slot.exchanged or slot.touched]
+            is_held = any(slot.parameter.grad is not None for slot in own)
             if not (self._step.is_due or self._pass.tasks or is_held):
                 self.begin_step()
             if self._pass.tasks or not self._step.is_due:
@@ -461,8 +465,12 @@ class GradientExchange:
                     slot.begin()
                 slot.restore_hook()
 
-    def flush(self, in_step: bool = False) -> None:
-        """Exchange the gradients that no backward() has exchanged, if there are any."""
+    def flush(self, where: int = IN_SYNCHRONIZE) -> None:
+        """Exchange the gradients that no backward() has exchanged, if there are any.
+
+        Raises:
+            RuntimeError: This rank has changed averages that others receive only here.
+        """
         if not self.takes_part:
             return
         with self._lock:
@@ -471,7 +479,18 @@ class GradientExchange:
                 self._pass = BackwardPass()
             # A rank whose passes touched nothing joins the other ranks' exchange here.
             if self._is_left() or self._step.is_due:
-                self.exchange(in_step)
+                self.exchange(where)
+            for slot, gradient, version in self._step.exchanged:
+                if slot.parameter.grad is not gradient or gradient._version != version:
+                    raise RuntimeError(
+                        f"the gradient of {slot.name!r} was changed after backward(), for example "
+                        f"by clipping, but {ranks_in_words(self._step.later)} had no backward() "
+                        "for it and received the unchanged average later, so the ranks' steps "
+                        "would differ: call optimizer.synchronize() on every rank before gradients "
+                        "are changed"
+                    )
+            if where == self._step.until == IN_SYNCHRONIZE:  # all ranks have them now
+                self._step.exchanged = []
 
     def _is_left(self) -> bool:
         """Return whether there are gradients that no backward() has exchanged."""
@@ -511,20 +530,8 @@ class GradientExchange:
         return hyperparameters(optimizer.param_groups, getattr(optimizer, "defaults", ()))
 
     def _flush_in_closure(self) -> None:
-        self._flush_in_step()
+        self.flush(IN_STEP)
         self._check_hyperparameters()
-
-    def _flush_in_step(self) -> None:
-        """Exchange what is left; raise RuntimeError if this rank has changed averages."""
-        self.flush(in_step=True)
-        for slot, gradient, version in self._step.exchanged:
-            if slot.parameter.grad is not gradient or gradient._version != version:
-                raise RuntimeError(
-                    f"the gradient of {slot.name!r} was changed after backward(), for example by "
-                    f"clipping, but {ranks_in_words(self._step.in_step)} had no backward() for it "
-                    "and used the unchanged average in step(), so the ranks' steps would differ: "
-                    "call optimizer.synchronize() on every rank before gradients are changed"
-                )
 
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
         """Average what is left, and scale all gradients; see the optimizer's method."""
@@ -538,7 +545,7 @@ class GradientExchange:
             return
         is_left = self._is_left()
         if not is_left:
-            self._flush_in_step()
+            self.flush(IN_STEP)
         if is_left or self._step.is_late:
             raise RuntimeError(
                 "GradScaler would check gradients for inf that are not averaged yet, so each "
@@ -574,7 +581,7 @@ class GradientExchange:
                     kwargs = {**kwargs, "closure": averaged}
             else:
                 if not self._is_skipping:
-                    self._flush_in_step()
+                    self.flush(IN_STEP)
                 elif self.takes_part and self._is_left_out():
                     raise RuntimeError(
                         "skip_synchronize() without synchronize(): every rank would step with its "
@@ -631,7 +638,7 @@ class GradientExchange:
             like=_loss_like,
         )
 
-    def exchange(self, in_step: bool = False) -> None:
+    def exchange(self, where: int = IN_BACKWARD) -> None:
         reducer = self.reducer
         touched = [slot for slot in self.slots if slot.touched]
         if self.options.sparse_as_dense:
@@ -640,7 +647,7 @@ class GradientExchange:
             own = touched  # sparse again only if it was sparse wherever it was touched
         else:
             own = [slot for slot in touched if is_sparse(slot.parameter.grad)]
-        note = Note(in_step, digest(self._hyperparameters()), sparse.note(own))
+        note = Note(where, digest(self._hyperparameters()), sparse.note(own))
         n_ready = reducer.n_ready
         changed = [slot for slot in touched if slot.has_changed(n_ready[slot.index] > 0)]
         for slot in changed:
@@ -685,15 +692,16 @@ class GradientExchange:
         if self.options.sparse_as_dense:
             for i, n_dims in sparse.dimensions(rows.values()).items():
                 self._make_sparse(self.slots[i], n_dims, self.slots[i] in by_hand)
-        late = [rank for rank, note in notes.items() if note.in_step]
-        if late and len(late) < len(notes):
-            self._step.in_step, self._step.is_late = late, in_step
-            if not in_step:
-                self._step.exchanged = [
-                    (slot, gradient, gradient._version)
-                    for slot in self.slots
-                    if slot.exchanged and (gradient := slot.parameter.grad) is not None
-                ]
+        places = [note.where for note in notes.values()]
+        self._step.is_late |= where == IN_STEP > min(places)
+        if where < max(places):
+            self._step.later = [rank for rank, note in notes.items() if note.where > where]
+            self._step.until = max(places)
+            self._step.exchanged = [
+                (slot, gradient, gradient._version)
+                for slot in self.slots
+                if slot.exchanged and (gradient := slot.parameter.grad) is not None
+            ]
         if changed:  # not raised earlier, since other ranks wait for this exchange
             raise RuntimeError(
                 f"the gradient of {changed[0].name!r} was changed during backward() after it was "

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from horo_lite.torch.exchange import GradientExchange
+from horo_lite.torch.exchange import IN_SYNCHRONIZE, GradientExchange
 from horo_lite.torch.slots import Slot, SlotAdapter
 
 
@@ -34,7 +34,7 @@ class LocalSteps(GradientExchange):
     def _add_hooks(self) -> None:
         """Add no hooks: backward() sends nothing."""
 
-    def flush(self, in_step: bool = False) -> None:
+    def flush(self, where: int = IN_SYNCHRONIZE) -> None:
         """Do nothing: gradients are not exchanged."""
 
     def check_scaling(self, is_fused: bool) -> None:

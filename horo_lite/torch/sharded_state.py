@@ -33,7 +33,7 @@ from horo_lite.ops import allreduce
 from horo_lite.state.optimizer_state import in_host_memory
 from horo_lite.state.trees import mapped
 from horo_lite.state.wrapper import DividedState
-from horo_lite.torch.exchange import GradientExchange
+from horo_lite.torch.exchange import IN_BACKWARD, GradientExchange
 from horo_lite.torch.independence import (
     ELEMENTS,
     OF_EACH,
@@ -201,10 +201,10 @@ class ShardedUpdate(GradientExchange):
         super().begin(keeps_pending=keeps_pending)
         self._averages = []
 
-    def exchange(self, in_step: bool = False) -> None:
+    def exchange(self, where: int = IN_BACKWARD) -> None:
         division = self.reducer.division
         before = {slot for slot in self.slots if slot.exchanged}
-        super().exchange(in_step)
+        super().exchange(where)
         new = {slot for slot in self.slots if slot.exchanged} - before
         self._averages = [average for average in self._averages if average.slot not in new]
         if division is not None:

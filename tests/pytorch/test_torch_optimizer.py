@@ -2231,6 +2231,40 @@ def test_changing_gradients_that_another_rank_receives_in_step_is_an_error(chang
     run_threads(2, rank)
 
 
+@pytest.mark.parametrize("synchronize", [True, False])
+def test_changing_gradients_before_another_rank_synchronizes_is_an_error(synchronize: bool) -> None:
+    def rank(group: Group) -> None:
+        p = nn.Parameter(torch.zeros(3))
+        optimizer = wrap(torch.optim.SGD([p], lr=1.0), group)
+        if group.rank == 0:
+            (8 * p).sum().backward()
+            with torch.no_grad():
+                p.grad.mul_(0.5)
+        if group.rank == 1 or synchronize:
+            with pytest.raises(RuntimeError, match="rank 1 had") if group.rank == 0 else nothing():
+                optimizer.synchronize()
+        else:
+            with pytest.raises(RuntimeError, match="rank 1 had"):
+                optimizer.step()
+
+    nothing = contextlib.nullcontext
+    run_threads(2, rank)
+
+
+def test_weights_come_before_the_passes_that_they_belong_to() -> None:
+    """After an exchange, set_weight() begins a step, but drops no pass."""
+
+    def rank(group: Group) -> None:
+        net = network()
+        optimizer = wrap(sgd(net), group, net, backward_passes_per_step=2)
+        optimizer.synchronize()
+        loss_of(net, *samples(group.rank)).backward()
+        with pytest.raises(RuntimeError, match="comes too late"):
+            optimizer.set_weight(12)
+
+    run_threads(2, rank)
+
+
 @pytest.mark.parametrize("scales", [True, False])
 def test_a_rank_without_a_loss_clips_and_unscales_after_synchronize(scales: bool) -> None:
     def steps(net: Any, optimizer: Any, rank: int, size: int) -> Any:
