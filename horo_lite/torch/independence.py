@@ -95,17 +95,18 @@ def check_independent(optimizer: Any, step: Callable[[Any], Any], claimed: str) 
             f"({type(error).__name__}: {error}). If its update of some depends on other {claimed}, "
             "they will not be what they are without shard_state"
         )
-    shapes = [f"a parameter of shape {list(parameter.shape)}" for _, parameter, _ in like]
+    owners = [f"a parameter of shape {list(parameter.shape)}" for _, parameter, _ in like]
     compared = [
         (of, whole.values[i], torch.cat([half.values[i] for half in halves if i in half.values]))
-        for i, of in enumerate(shapes)
+        for i, of in enumerate(owners)
     ]
+    owners.append("the optimizer")
     for key, (one, is_like) in whole.state.items():  # state_dict() returns it of the whole
         parts = [half.state[key] for half in halves if key in half.state]
         found = [part for part, _ in parts]
         if all([is_like, *(like for _, like in parts)]):
             found = [torch.cat(found)] if found else []
-        compared += [(f"{key[1]!r}, the state of {shapes[key[0]]},", one, other) for other in found]
+        compared += [(f"{key[1]!r}, the state of {owners[key[0]]},", one, other) for other in found]
     compared += [
         (f"its {key[1]!r}", whole.numbers.get(key, number), number)
         for half in halves
@@ -164,10 +165,14 @@ def _updated(
             for key, x in group.items()
             if isinstance(x, (int, float, torch.Tensor)) and group["params"]
         }
+        own = {key: x for key, x in trial.state.items() if parts and isinstance(key, str)}
         state = {
-            (i, key): (_flat(x), getattr(x, "shape", ()) == part.shape)
-            for i, part, _ in parts
-            for key, x in Tree(trial.state.get(part, {}), join=in_brackets).named
+            (i, key): (_flat(x), getattr(x, "shape", ()) == shape)
+            for i, shape, kept in [
+                *((i, part.shape, trial.state.get(part, {})) for i, part, _ in parts),
+                (len(like), None, own),
+            ]
+            for key, x in Tree(kept, join=in_brackets).named
             if isinstance(x, (int, float))
             or (type(x) is torch.Tensor and x.layout is torch.strided and not x.is_complex())
         }

@@ -754,6 +754,8 @@ class Combines(optim.Optimizer):
                 "noise": 1 + torch.rand(()),
             }.get(self.kind, 1)
             p.sub_(p.grad, alpha=float(factor * group["lr"]))
+            if self.kind == "a number in state":
+                self.state["all"]["sum"] = total + self.state["all"].get("sum", 0)
             if self.kind == "its largest":
                 self.state[p]["largest"] = max(p.grad.max(), self.state[p].get("largest", 0))
             if self.kind == "two in one tensor":
@@ -772,6 +774,7 @@ class Combines(optim.Optimizer):
         ("clipping", ["elements", "parameters"]),
         ("a little weight decay", ["elements", "parameters"]),
         ("a number in param_groups", ["elements", "parameters"]),
+        ("a number in state", ["elements", "parameters"]),
         ("one for each", ["parameters"]),
         ("noise", ["elements", "parameters"]),
         ("the norm of each", ["elements"]),
