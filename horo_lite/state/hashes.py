@@ -48,7 +48,10 @@ class Readable:
         except (TypeError, BufferError):
             if isinstance(value, (np.ndarray, np.generic)):
                 return Tensors([np.array(value, order="C").reshape(-1).view(np.uint8)])
-            return Tensors([value.contiguous().reshape(-1).view(sys.modules["torch"].uint8)])
+            torch = sys.modules["torch"]
+            if value.layout is not torch.strided:  # the same rows in another order are the same
+                value = value.to_dense()
+            return Tensors([value.contiguous().reshape(-1).view(torch.uint8)])
 
     def _downloaded(self, value: Any) -> Tensors:
         """Copy an array from a GPU into host memory, which the next call overwrites."""

@@ -60,7 +60,7 @@ SAME: dict[str, Callable[[Any], Any]] = {
     ),
     "broadcast": lambda _: divided.test_broadcast_in_mid_training_changes_nothing(0),
     "resumed": lambda _: divided.test_state_goes_from_one_number_of_ranks_to_another(),
-    "becomes sparse": lambda _: divided.test_a_gradient_that_becomes_sparse(),
+    "becomes sparse": lambda _: divided.test_sparse_gradients(0),
     "joins": lambda _: divided.test_a_rank_that_has_joined_cannot_update_its_share((3, 5)),
     "adam": lambda _: ordinary.test_shards_give_what_one_process_gives_on_the_whole("adam", 2, 2),
     "several": lambda _: ordinary.test_several_optimizers_on_one_model(),

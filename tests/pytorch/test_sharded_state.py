@@ -125,21 +125,27 @@ def n_elements_of_state(optimizer: Any) -> int:
     return sum(x.numel() for x in tensors if isinstance(x, torch.Tensor) and x.dim())
 
 
-def test_a_gradient_that_becomes_sparse() -> None:
+@pytest.mark.parametrize("momentum", [0, 0.5])
+def test_sparse_gradients(momentum: float) -> None:
+    """Ones that are sparse in some steps only, or with sparse momenta, which ranks compare."""
+
     def rank(group: Group, shard: bool) -> Any:
         table = nn.Embedding(30, 20, sparse=True)
         with torch.no_grad():
             table.weight.copy_(torch.linspace(-1, 1, 600).reshape(30, 20))
         optimizer = DistributedOptimizer(
-            optim.SGD(table.parameters(), lr=0.1), process_set=group, shard_state=shard
+            optim.SGD(table.parameters(), lr=0.1, momentum=momentum),
+            process_set=group,
+            shard_state=shard,
         )
         for step in range(4):
             optimizer.zero_grad()
-            if step % 2:
+            if momentum or step % 2:
                 (table(torch.tensor([group.rank, 5 + step])) ** 2).sum().backward()
             else:
                 ((table.weight + group.rank) ** 2).sum().backward()
             optimizer.step()
+            optimizer.state_dict()
         return table
 
     expected = run_threads(3, functools.partial(rank, shard=False))[0]

@@ -677,6 +677,21 @@ def test_torch_dtypes_that_numpy_lacks() -> None:
     assert "(float8_e4m3fn[6])" in raises_alike(2, run, hvd.DriftError)
 
 
+def test_sparse_tensors_of_torch_are_the_same_in_any_order() -> None:
+    torch = pytest.importorskip("torch")
+
+    def run(group: Any) -> None:
+        def sparse(*values: float) -> Any:
+            order = slice(None) if group.rank else [1, 0]
+            rows, x = torch.tensor([[1, 4]])[:, order], torch.tensor(values)[order]
+            return torch.sparse_coo_tensor(rows, x, (6,), check_invariants=True)
+
+        assert check_in_sync([sparse(2.0, 3.0)], group=group)
+        check_in_sync([sparse(2.0, 3.0 + group.rank)], group=group)
+
+    assert "(float32[6])" in raises_alike(2, run, hvd.DriftError)
+
+
 def torch_training(torch: Any, group: Any, kind: str, **options: Any) -> Any:
     """Return a model, its optimizer and a function for the next step."""
     from horo_lite.torch import DistributedOptimizer
