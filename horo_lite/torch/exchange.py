@@ -33,8 +33,9 @@ from horo_lite.torch.slots import Slot, SlotAdapter, is_sparse
 from horo_lite.torch.submission import none_instead_of
 from horo_lite.torch.uncompiled import uncompiled
 from horo_lite.training import step_record
+from horo_lite.training.closures import averaging, closure_of, with_closure
 from horo_lite.training.hyperparameters import Hyperparameters, digest, hyperparameters
-from horo_lite.training.options import Options, averaging
+from horo_lite.training.options import Options
 from horo_lite.transports.shm import SharedMemory
 
 # An attribute of each gradient: where it comes from. This distinguishes a gradient that zero_grad()
@@ -563,8 +564,7 @@ class GradientExchange:
         weight: float | None,
     ) -> Any:
         """Average the gradients, call `step` and return its result; the weight is used up."""
-        given = (*args[:1], kwargs.get("closure"))
-        closure = next((each for each in given if callable(each)), None)
+        closure = closure_of(args, kwargs)
         if weight is not None:
             if closure is None:
                 raise TypeError(f"step() takes no weight without a closure: {WEIGHT_COMES_FIRST}")
@@ -574,11 +574,7 @@ class GradientExchange:
         try:
             if closure is not None:
                 self._is_stepping = True
-                averaged = self._averaging(closure)
-                if args and args[0] is closure:
-                    args = (averaged, *args[1:])
-                else:
-                    kwargs = {**kwargs, "closure": averaged}
+                args, kwargs = with_closure(self._averaging(closure), args, kwargs)
             else:
                 if not self._is_skipping:
                     self.flush(IN_STEP)

@@ -32,7 +32,8 @@ OF_EACH = ("params", "param_names")
 """What a group of parameters has for each of them; the rest are options."""
 _N_STEPS = 8  # some look at other parameters from the second step on only
 _N_TRIED = 6  # parameters of a group
-_ROUNDING = 1e-6  # of the largest element; most results are equal
+_ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-6}
+"""Dtypes to try with, and how much of the largest element is rounding; most results are equal."""
 
 
 def what_is_independent(optimizer: Any, given: bool | str) -> str:
@@ -86,14 +87,21 @@ def check_independent(optimizer: Any, step: Callable[[Any], Any], claimed: str) 
         for g, group in enumerate(optimizer.param_groups)
         for each in islice(filter(_is_tried, with_names(group)), _N_TRIED)
     ]
-    try:
-        with torch.random.fork_rng(devices=[]):
-            (whole,), halves = (_updated(optimizer, step, claimed, like, n) for n in (1, 2))
-    except Exception as error:
+    why = ""
+    for dtype in _ROUNDING:
+        try:
+            with torch.random.fork_rng(devices=[]):
+                (whole,), halves = (
+                    _updated(optimizer, step, claimed, like, dtype, n) for n in (1, 2)
+                )
+            break
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+    else:
         return (
-            f"shard_state={claimed!r}: {name} could not be tried with small parameters "
-            f"({type(error).__name__}: {error}). If its update of some depends on other {claimed}, "
-            "they will not be what they are without shard_state"
+            f"shard_state={claimed!r}: {name} could not be tried with small parameters ({why}). "
+            f"If its update of some depends on other {claimed}, they will not be what they are "
+            "without shard_state"
         )
     owners = [f"a parameter of shape {list(parameter.shape)}" for _, parameter, _ in like]
     compared = [
@@ -113,7 +121,7 @@ def check_independent(optimizer: Any, step: Callable[[Any], Any], claimed: str) 
         for key, number in half.numbers.items()
     ]
     for what, one, other in compared:
-        rounding = _ROUNDING * max(one.abs().nan_to_num(0, 0, 0).tolist(), default=0)
+        rounding = _ROUNDING[dtype] * max(one.abs().nan_to_num(0, 0, 0).tolist(), default=0)
         if one.shape != other.shape or not torch.allclose(one, other, 0, rounding, equal_nan=True):
             raise ValueError(
                 f"shard_state={claimed!r} is not true of {name}: what step() makes of {what} "
@@ -135,6 +143,7 @@ def _updated(
     step: Callable[[Any], Any],
     claimed: str,
     like: Sequence[tuple[int, Any, str]],
+    dtype: torch.dtype,
     n_owners: int,
 ) -> list[_Outcome]:
     """Update small parameters, `like` those of the groups, in so many copies of the optimizer."""
@@ -150,14 +159,19 @@ def _updated(
             elif i % n_owners != owner:
                 continue
             if places.numel():
-                part = torch.sin(places + i)
+                part = torch.sin(places + i).to(dtype)
                 resemble(part, parameter)
+                if hasattr(part, "grad_dtype"):
+                    part.grad_dtype = dtype
                 add_parameter(trial.param_groups[g], name, part)
                 parts.append((i, part, places))
         for k in range(_N_STEPS):
-            for i, part, places in parts:  # large and small gradients, which change differently
-                size = (1 if i % 2 else 0.01) * (1 + places) * (1.5 + torch.sin(places + 2.0 * k))
-                part.grad = torch.cos(places + 2.0 * i) * size
+            for i, part, places in parts:
+                # The first is orthogonal to the parameter, as are those of layers before a norm.
+                grad = torch.sin((places ^ 1) + i) * (2 * (places % 2) - 1)
+                if k > 0:  # their signs change, and they grow: some optimizers clip them
+                    grad = torch.cos(places + 2 * i) * (1 + places) * torch.sin(places + 2.0 * k)
+                part.grad = (grad * 2**k * (1 if i % 2 else 0.01)).to(dtype)
             step(trial)
         numbers = {
             (g, key): _flat(x)
@@ -195,6 +209,9 @@ def _copy(optimizer: Any) -> Any:
         if key not in left_out:
             vars(trial)[key] = type(x)() if "hooks" in key else copy.deepcopy(x, known)
     trial.state = defaultdict(dict)
+    for key, x in optimizer.state.items():
+        if isinstance(key, str):  # of no parameter
+            trial.state[key] = copy.deepcopy(x, known)
     trial.param_groups = []
     for group in optimizer.param_groups:
         options = copy.deepcopy(without_parameters(group), known)

@@ -47,6 +47,7 @@ from horo_lite.torch.independence import (
 from horo_lite.torch.shared_parameters import SharedParameters, share_parameters
 from horo_lite.torch.slots import Slot, is_sparse
 from horo_lite.torch.uncompiled import all_uncompiled
+from horo_lite.training.closures import closure_of, returning, with_closure
 from horo_lite.training.gradient_memory import tensors_of
 from horo_lite.training.options import Options
 from horo_lite.training.sharding import (
@@ -56,7 +57,6 @@ from horo_lite.training.sharding import (
     compare_division,
     divide,
     receive,
-    without_closure,
 )
 
 _IS_SHARDED = (
@@ -322,8 +322,7 @@ class ShardedUpdate(GradientExchange):
         self, step: Callable[..., Any], optimizer: Any, args: tuple[Any, ...], kwargs: Any
     ) -> Any:
         """Update this rank's share of the parameters, and receive the others'."""
-        loss = None
-        closure, args, kwargs = without_closure(args, kwargs)
+        closure = closure_of(args, kwargs)
         if closure is not None:
             # Called here, since it may use the optimizer as the user knows it.
             with torch.enable_grad():
@@ -336,6 +335,9 @@ class ShardedUpdate(GradientExchange):
             names = [slot.name for slot in self.slots]
             state.shared.begin_update(self._group, self._label, names, changes)
         with self._within_share(state):
+            if closure is not None:
+                own = returning(loss, lambda: [tensor.detach() for tensor in state.tensors])
+                args, kwargs = with_closure(own, args, kwargs)
             result = step(optimizer, *args, **kwargs)
         self._receive(state, changes)
         return result if closure is None else loss

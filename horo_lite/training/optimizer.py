@@ -23,8 +23,9 @@ from horo_lite.context import on_renewed
 from horo_lite.state.drift import DriftCheck
 from horo_lite.state.hashes import Readable
 from horo_lite.state.wrapper import Wrapper, wrapped
+from horo_lite.training.closures import averaging, closure_of, with_closure
 from horo_lite.training.hyperparameters import hyperparameters_of
-from horo_lite.training.options import Options, averaging
+from horo_lite.training.options import Options
 from horo_lite.training.reducer import Reducer
 from horo_lite.training.sharded_optimizer import (
     ShardedOptimizer,
@@ -258,14 +259,11 @@ class DistributedOptimizer(Wrapper):
                 "`with optimizer.skip_synchronize(): optimizer.step()`. If these are the gradients "
                 "of another step, call synchronize() for them, too, or zero_grad() in between"
             )
-        if not own.finder.takes_closure:
+        closure = closure_of(args, kwargs) if own.finder.takes_closure else None
+        if closure is None:
             own.average(named, name, weight)
-        elif callable(kwargs.get("closure")):
-            kwargs = {**kwargs, "closure": own.averaging(kwargs["closure"], weight)}
-        elif args and callable(args[0]):
-            args = (own.averaging(args[0], weight), *args[1:])
         else:
-            own.average(named, name, weight)
+            args, kwargs = with_closure(own.averaging(closure, weight), args, kwargs)
         return own.counted(step(*args, **kwargs), named)
 
     def _call_before_step(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -7,15 +7,12 @@ and type checkers find typos, and combines them in an `Options`.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import wraps
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from horo_lite import settings
-from horo_lite.adapters import Adapter, from_numpy, to_host
+from horo_lite.adapters import Adapter
 from horo_lite.arguments import QUANTIZED
 from horo_lite.collectives.compression import (
     COMPRESSORS,
@@ -200,43 +197,3 @@ def checked_passes(passes: Any) -> int:
     if not hasattr(passes, "__index__") or operator.index(passes) < 1:
         raise ValueError(f"backward_passes_per_step must be 1 or more, not {passes}")
     return operator.index(passes)
-
-
-def averaging(
-    closure: Callable[..., Any],
-    exchange: Callable[[], None],
-    *,
-    group: Group,
-    op: AnyOp,
-    weight: Callable[[], float | None],
-    like: Callable[[Any, Any], Any] = from_numpy,
-) -> Callable[..., Any]:
-    """Return `closure`, followed by averaging of gradients and loss.
-
-    Args:
-        closure: Computes gradients and returns the loss, a number in any form. Any other result is
-            returned as it is, since no optimizer can base a decision on it.
-        exchange: Averages the gradients.
-        group: The ranks.
-        op: Average or Sum, for the loss as for the gradients.
-        weight: Returns this rank's number of samples, or None on every rank, as used by
-            `exchange`.
-        like: Converts a float64 array to an object like the second argument, a loss.
-    """
-
-    @wraps(closure)
-    def averaged(*args: Any, **kwargs: Any) -> Any:
-        loss = closure(*args, **kwargs)
-        exchange()
-        try:
-            value = to_host(loss)
-            if not isinstance(value, (np.ndarray, np.generic)):  # on a GPU, or bfloat16
-                value = float(loss)
-            value = np.array(value, np.float64).reshape(())
-        except (TypeError, ValueError):
-            return loss
-        name = "the closure's loss"
-        group.exchange([value], names=[name], label=name, op=op, weight=weight())
-        return like(value, loss)
-
-    return averaged

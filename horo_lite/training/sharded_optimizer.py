@@ -31,6 +31,7 @@ from horo_lite.collectives.arrays import gpu_of
 from horo_lite.state.broadcast import is_writable
 from horo_lite.state.optimizer_state import OptimizerState, in_host_memory
 from horo_lite.state.wrapper import Divided
+from horo_lite.training.closures import closure_of, returning, with_closure
 from horo_lite.training.gradient_memory import tensors_of
 from horo_lite.training.sharding import (
     check_not_lost,
@@ -38,7 +39,6 @@ from horo_lite.training.sharding import (
     compare_division,
     owners_of,
     receive_values,
-    without_closure,
 )
 
 if TYPE_CHECKING:
@@ -248,13 +248,16 @@ class Shares:
     def _step(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], takes_closure: bool
     ) -> Any:
-        closure = None
-        if takes_closure:
-            closure, args, kwargs = without_closure(args, kwargs)
+        closure = closure_of(args, kwargs) if takes_closure else None
         loss = closure() if closure is not None else None
         self._divide()
         self._spread()
-        results = [getattr(optimizer, name)(*args, **kwargs) for optimizer in self._steps.values()]
+        results = []
+        for i, optimizer in self._steps.items():
+            if closure is not None:
+                own = returning(loss, partial(_values, self._named[i][1]))
+                args, kwargs = with_closure(own, args, kwargs)
+            results.append(getattr(optimizer, name)(*args, **kwargs))
         self._seen = _frozen(_settings(self.first))  # some count their steps in them
         self._n_steps += 1
         self._receive()
@@ -359,6 +362,10 @@ def is_factory(obj: Any) -> bool:
     steps = adapter_of(obj).steps
     is_optimizer = any(callable(getattr(obj, name, None)) for name in steps)
     return callable(obj) and (isinstance(obj, type) or not is_optimizer)
+
+
+def _values(parameter: Any) -> list[Any]:
+    return [to_host(parameter)]
 
 
 def _check_made(optimizer: Any, name: str) -> None:

@@ -156,14 +156,3 @@ def check_not_lost(then: Group, now: Group | None, whole: str = "a state_dict()"
             f"(shard_state=True), so parts of it are lost: load {whole} that was collected "
             "before, on every rank, and continue from there"
         )
-
-
-def without_closure(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Callable[[], Any] | None, tuple[Any, ...], dict[str, Any]]:
-    """Return the closure among a step's arguments, or None, and the other arguments."""
-    closure = next(filter(callable, (*args[:1], kwargs.get("closure"))), None)
-    if closure is not None:
-        args = args[1:] if args and args[0] is closure else args
-        kwargs = {name: value for name, value in kwargs.items() if name != "closure"}
-    return closure, args, kwargs

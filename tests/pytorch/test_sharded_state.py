@@ -420,6 +420,47 @@ def test_ranks_without_a_share() -> None:
         assert not torch.equal(results[0][0], torch.ones(2, 2))
 
 
+class ByLoss(optim.SGD):
+    """Steps as far as the loss says; may change parameters before it calls its closure."""
+
+    looks_ahead = False
+
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        for p in self.param_groups[0]["params"] if self.looks_ahead else []:
+            p.data.add_(1e-3)
+        with torch.enable_grad():
+            loss = closure()
+        self.param_groups[0]["lr"] = 0.1 * float(loss)
+        super().step()
+        return loss
+
+
+class Ahead(ByLoss):
+    looks_ahead = True
+
+
+@pytest.mark.filterwarnings("ignore:.*could not be tried")  # without a closure
+def test_the_optimizer_may_use_the_loss() -> None:
+    def rank(group: Group, shard: bool | str, kind: Any = ByLoss) -> Any:
+        net = network()
+        inner = kind(net.parameters(), lr=0.1)
+        optimizer = DistributedOptimizer(inner, process_set=group, shard_state=shard)
+
+        def closure() -> Any:
+            optimizer.zero_grad()
+            return backward(net, 0, group.rank)
+
+        losses = [optimizer.step(closure), optimizer.step(closure=closure)]
+        return net, torch.stack(losses)
+
+    (expected, losses), *_ = run_threads(2, lambda group: rank(group, False))
+    for net, found in run_threads(2, lambda group: rank(group, "elements")):
+        assert_same_bits(net, expected)
+        assert torch.equal(found, losses)
+    with pytest.raises(RanksFailedError, match="called its closure after changing parameters"):
+        run_threads(2, lambda group: rank(group, "elements", Ahead))
+
+
 def test_hooks_and_closures_see_the_users_parameters_all_of_them_updated() -> None:
     def rank(group: Group) -> Any:
         net = network()
@@ -745,6 +786,14 @@ class Combines(optim.Optimizer):
         super().__init__(params, {"lr": lr})
         self.kind = kind
 
+    def along(self, p: Any) -> float:
+        return round(float((p.flatten() * p.grad.flatten()).sum()), 6)
+
+    def turns(self, p: Any) -> bool:
+        before = self.state[p].get("before", p.grad)
+        self.state[p]["before"] = p.grad.clone()
+        return bool((before * p.grad < 0).any())
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         groups = [(group, p) for group in self.param_groups for p in group["params"]]
@@ -757,6 +806,9 @@ class Combines(optim.Optimizer):
                 "a little weight decay": 1 + 1e-4 * total,
                 "the norm of each": 1 / p.grad.norm(),
                 "its shape": p.dim(),
+                "the norm of each, where orthogonal": 1
+                / (1 + p.grad.norm() * (self.along(p) == 0)),
+                "its shape, where a sign changes": p.dim() if self.turns(p) else 1,
                 "noise": 1 + torch.rand(()),
             }.get(self.kind, 1)
             p.sub_(p.grad, alpha=float(factor * group["lr"]))
@@ -772,7 +824,7 @@ class Combines(optim.Optimizer):
                 group["norms"] = torch.ones(len(group["params"]))
 
 
-@pytest.mark.parametrize("lr", [0.1, 0.0])  # 0.0: a warm-up begins
+@pytest.mark.parametrize("lr", [0.1, 0.0, 1e-7])  # 0.0: a warm-up begins
 @pytest.mark.parametrize(
     ("kind", "refused"),
     [
@@ -785,6 +837,8 @@ class Combines(optim.Optimizer):
         ("noise", ["elements", "parameters"]),
         ("the norm of each", ["elements"]),
         ("its shape", ["elements"]),
+        ("the norm of each, where orthogonal", ["elements"]),
+        ("its shape, where a sign changes", ["elements"]),
         ("its largest", ["elements"]),
         ("two in one tensor", ["elements"]),
         ("nothing", []),
@@ -793,7 +847,7 @@ class Combines(optim.Optimizer):
 def test_what_an_optimizer_combines_is_found(kind: str, refused: list[str], lr: float) -> None:
     def rank(group: Group) -> None:
         for claimed in ("elements", "parameters"):
-            net = network()
+            net = network(dtype=torch.float32 if lr else torch.bfloat16)
             inner = Combines(net.parameters(), kind, lr)
             optimizer = DistributedOptimizer(inner, process_set=group, shard_state=claimed)
             backward(net, 0, group.rank)
@@ -836,6 +890,24 @@ def test_trying_an_optimizer_changes_nothing() -> None:
     with pytest.raises(ValueError, match="or on random numbers"):
         check_independent(inner, Combines.step.__wrapped__, "parameters")
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_an_optimizer_of_float32_only_with_state_of_its_own_is_tried() -> None:
+    class OfFloat32(Combines):
+        def __init__(self, params: Any, kind: str) -> None:
+            super().__init__(params, kind)
+            self.state["all"]["steps"] = 0
+
+        def step(self, closure: Any = None) -> None:
+            self.state["all"]["steps"] += 1
+            if any(p.dtype != torch.float32 for p in self.param_groups[0]["params"]):
+                raise TypeError("not float32")
+            super().step()
+
+    inner = OfFloat32(network().parameters(), "the norm of each")
+    with pytest.raises(ValueError, match="'elements' is not true of OfFloat32"):
+        check_independent(inner, OfFloat32.step, "elements")
+    assert not check_independent(inner, OfFloat32.step, "parameters")
 
 
 def test_an_optimizer_that_cannot_be_tried_is_warned_of() -> None:

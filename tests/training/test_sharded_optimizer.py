@@ -507,11 +507,30 @@ def test_containers_are_like_that_of_all_parameters() -> None:
         assert seen[: len(expected)] == expected
 
 
+class ByLoss(Momentum):
+    """Takes a closure, and steps as far as its loss says; may change parameters before."""
+
+    looks_ahead = False
+
+    def step(self, closure: Any) -> str:  # type: ignore[override]
+        for p in self.params if self.looks_ahead else []:
+            p.data = p.data + 1e-3
+        return super().step(scale=0.5 + closure())
+
+
+class Ahead(ByLoss):
+    looks_ahead = True
+
+
 def test_a_closure_is_called_once_and_its_loss_is_averaged() -> None:
-    def rank(group: Group) -> Any:
+    def rank(group: Group, shard: bool, kind: Any = ByLoss) -> Any:
         net = network()
         calls = []
-        optimizer = wrap(group, "momentum", net)
+        optimizer: Any = (
+            DistributedOptimizer(kind, parameters=net, group=group, shard_state=True)
+            if shard
+            else DistributedOptimizer(kind(net), group=group)
+        )
 
         def closure() -> float:
             calls.append(1)
@@ -519,12 +538,16 @@ def test_a_closure_is_called_once_and_its_loss_is_averaged() -> None:
             backward(net, 0, group.rank)
             return float(group.rank)
 
-        losses = [optimizer.step(closure), optimizer.step(closure=closure)]
+        results = [optimizer.step(closure), optimizer.step(closure=closure)]
         assert len(calls) == 2
-        return losses, values(net)
+        return results, values(net)
 
-    results = run_threads(3, rank)
+    results = run_threads(3, lambda group: rank(group, True))
     assert results == [([1.0, 1.0], results[0][1])] * 3
+    (_, expected), *_ = run_threads(3, lambda group: rank(group, False))
+    assert results[0][1] == expected
+    with pytest.raises(RanksFailedError, match="called its closure after changing parameters"):
+        run_threads(2, lambda group: rank(group, True, Ahead))
 
 
 def test_values_that_cannot_be_written_and_other_layouts() -> None:
