@@ -6,6 +6,7 @@ has already imported tf_keras.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from importlib import import_module
@@ -106,6 +107,14 @@ def build(optimizer: Any, variables: Any) -> None:
         optimizer._create_all_weights(variables)
     elif is_of_keras2(optimizer) or not optimizer.built:
         optimizer.build(variables)
+
+
+def forget_compiled_steps(optimizer: Any) -> None:
+    """Let models with this optimizer compile their next step, which is not to be as the last."""
+    for model in gc.get_objects():
+        is_model = hasattr(type(model), "make_train_function")
+        if is_model and getattr(model, "optimizer", None) is optimizer:
+            model.train_function = None
 
 
 def name_of(variable: Any) -> str:

@@ -17,7 +17,13 @@ from horo_lite.collectives.reductions import AnyOp, Average
 from horo_lite.context import rank
 from horo_lite.horovod.gradients import GradientAverager, options_of, scaled
 from horo_lite.horovod.process_sets import Set, global_process_set, group_of_member
-from horo_lite.keras.base import Averaging, is_of_keras2, keras, name_of
+from horo_lite.keras.base import (
+    Averaging,
+    forget_compiled_steps,
+    is_of_keras2,
+    keras,
+    name_of,
+)
 from horo_lite.keras.sharded_state import ShardedState
 from horo_lite.ops import barrier
 from horo_lite.state.wrapper import check_unwrapped, sharing
@@ -120,6 +126,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         op, compression, process_set, group, gradient_predivide_factor, num_groups, groups
     )
     passes = checked_passes(backward_passes_per_step)
+    if int(optimizer.iterations):
+        forget_compiled_steps(optimizer)
     transform = _transform(options, sparse_as_dense, is_keras2)
     averager = GradientAverager(transform, scale_local_gradients)
     if is_keras2:

@@ -171,6 +171,20 @@ def check_a_second_wrapper_does_not_change_the_first() -> None:
     assert [float(v) for v in (again.learning_rate, again.iterations)] == [1.0, 1.0]
 
 
+def check_an_optimizer_that_has_trained_is_wrapped() -> None:
+    """Also if its model keeps a step that was compiled before."""
+    model, alone = (compiled(keras.optimizers.SGD(0.1, momentum=0.9)) for _ in range(2))
+    rows = BATCH // world.size
+    for net in (model, alone):
+        net.set_weights(network(seed=0).get_weights())
+        # Two steps: JAX compiles the first one anew, since it builds the optimizer.
+        net.fit(X[: 2 * rows], Y[: 2 * rows], batch_size=rows, shuffle=False, verbose=0)
+    model.optimizer = hvd.DistributedOptimizer(model.optimizer)
+    fit(model, epochs=1)
+    fit(alone, epochs=1, alone=True)
+    check_as_alone(model, alone)
+
+
 class Twins(keras.Model):  # type: ignore[misc]
     """Two layers of the same name, and so variables of the same path."""
 
@@ -1239,6 +1253,7 @@ HELPERS = ("check_same_bits", "check_close", "check_as_alone", "check_shares", "
 OF_KERAS2 = (check_sync_batch_normalization, check_a_loop_of_ones_own)
 OF_BOTH = (
     check_fit_equals_one_process,
+    check_an_optimizer_that_has_trained_is_wrapped,
     check_passes_per_step,
     check_local_variables_and_predivision,
     check_callbacks,

@@ -35,7 +35,7 @@ def test_gradients_of_operations_on_four_ranks() -> None:
 def test_keras_trains_as_one_process_would(size: int) -> None:
     checks = FOLDER / "keras_checks.py"
     result = run_ranks(checks, size, env=QUIET, timeout_s=LIMIT_S).check()
-    assert result.stdout.count(f"tensorflow on {size}: check_") == 26, result
+    assert result.stdout.count(f"tensorflow on {size}: check_") == 27, result
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -44,7 +44,7 @@ def test_tf_keras_trains_as_one_process_would(size: int) -> None:
     checks = FOLDER / "keras_checks.py"
     env = {**QUIET, "TF_USE_LEGACY_KERAS": "1"}
     result = run_ranks(checks, size, env=env, timeout_s=LIMIT_S).check()
-    assert result.stdout.count(f"tf_keras on {size}: check_") == 11, result
+    assert result.stdout.count(f"tf_keras on {size}: check_") == 12, result
 
 
 def test_a_rank_with_more_steps_is_told_who_left() -> None:
