@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from horo_lite import _native
 from horo_lite._native import Tensors
+from horo_lite.adapters import to_host
 from horo_lite.collectives.arrays import copy_of, gpu_of
 
 if TYPE_CHECKING:
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
 
 
 class Readable:
-    """Arrays in a form that the core can read; at most one copy from a GPU exists at a time.
+    """Arrays, and numbers, in a form that the core can read.
+
+    At most one copy from a GPU exists at a time.
 
     Args:
         group: The group whose stream copies arrays from a GPU; None: they copy themselves.
@@ -46,9 +49,9 @@ class Readable:
                 return tensors
             return Tensors([copy_of(value)])
         except (TypeError, BufferError):
-            if isinstance(value, (np.ndarray, np.generic)):
-                return Tensors([np.array(value, order="C").reshape(-1).view(np.uint8)])
-            torch = sys.modules["torch"]
+            torch = sys.modules.get("torch")
+            if torch is None or not isinstance(value, torch.Tensor):
+                return Tensors([np.array(to_host(value), order="C").reshape(-1).view(np.uint8)])
             if value.layout is not torch.strided:  # the same rows in another order are the same
                 value = value.to_dense()
             return Tensors([value.contiguous().reshape(-1).view(torch.uint8)])

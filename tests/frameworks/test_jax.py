@@ -563,7 +563,11 @@ assert (last == expected).all() and each.tolist() == [float(one) for one in kept
 branch = jax.jit(lambda x, n: jax.lax.cond(n > 0, hvd.allreduce, lambda x: x, x))
 assert (branch(rows, 1) == whole.mean(0)).all() and (branch(rows, 0) == rows).all()
 assert "complex64" in str(raised(lambda: jax.jit(hvd.grouped_allreduce)({"z": 1j * rows})))
-import horo_lite
+mixed = {"z": jnp.complex64([rank + 1j]), "n": float(rank), "i": rank}
+for average in (hvd.average_gradients, horo_lite.average_gradients):
+    for averages in (average(mixed), average(mixed)):  # the first ones are compared
+        mean = (size - 1) / 2
+        assert averages["z"] == mean + 1j and averages["n"] == averages["i"] == mean
 assert "horo_lite.jax" in str(raised(lambda: jax.jit(horo_lite.allreduce)(rows)))
 assert (jax.jit(horo_lite.average_gradients)({"a": rows})["a"] == whole.mean(0)).all()
 assert (both(jax.vmap(hvd.allreduce, in_axes=1, out_axes=1), rows) == whole.mean(0)).all()
