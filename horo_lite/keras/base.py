@@ -53,9 +53,10 @@ class Averaging(Sharing):
                 local variables would make the others differ between ranks.
         """
         reason = ""
+        parts = (self, *getattr(self, "optimizers", ()))  # of a MultiOptimizer
         if getattr(self, "inner_optimizer", None) is not None:
             reason = "a LossScaleOptimizer skips a step if any gradient is not finite"
-        elif getattr(self, "global_clipnorm", None):
+        elif any(getattr(part, "global_clipnorm", None) for part in parts):
             reason = "global_clipnorm scales all gradients by a norm over all; clipnorm does not"
         if reason:
             raise ValueError(

@@ -152,9 +152,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
 
 
 def _check_can_accumulate(optimizer: Any, passes: int) -> None:
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+    if kind := _kind_of_others(optimizer):
         raise ValueError(
-            "backward_passes_per_step cannot be combined with a LossScaleOptimizer: set "
+            f"backward_passes_per_step cannot be combined with a {kind}: set "
             "gradient_accumulation_steps of the optimizer inside it"
         )
     steps = getattr(optimizer, "gradient_accumulation_steps", None)
@@ -178,15 +178,19 @@ def _check_can_shard(optimizer: Any, is_keras2: bool) -> None:
         raise ValueError(
             f"shard_state=True is for Keras 3 on the torch and JAX backends, and not for {backend}"
         )
-    for name in ("LossScaleOptimizer", "MultiOptimizer"):
-        kind = getattr(keras.optimizers, name, ())
-        if isinstance(optimizer, kind):
-            raise ValueError(
-                f"shard_state=True cannot be combined with a {name}, whose state is that of "
-                "other optimizers: leave one of the two out (for mixed precision without scaling "
-                'of the loss, use the policy "mixed_bfloat16", or compile with '
-                "auto_scale_loss=False)"
-            )
+    if kind := _kind_of_others(optimizer):
+        raise ValueError(
+            f"shard_state=True cannot be combined with a {kind}, whose state is that of "
+            "other optimizers: leave one of the two out (for mixed precision without scaling "
+            'of the loss, use the policy "mixed_bfloat16", or compile with '
+            "auto_scale_loss=False)"
+        )
+
+
+def _kind_of_others(optimizer: Any) -> str:
+    """Return the name of its class if it passes the gradients to other optimizers, else ''."""
+    kinds = ("LossScaleOptimizer", "MultiOptimizer")
+    return next((k for k in kinds if isinstance(optimizer, getattr(keras.optimizers, k, ()))), "")
 
 
 def PartialDistributedOptimizer(  # noqa: N802 (Horovod's name)

@@ -687,6 +687,9 @@ def check_passes_per_step() -> None:
         hvd.DistributedOptimizer(_loss_scaling()(adam()), backward_passes_per_step=2)
     if is_keras2:
         return
+    several = keras.optimizers.MultiOptimizer(lambda variable: adam())
+    with pytest.raises(ValueError, match="combined with a MultiOptimizer"):
+        hvd.DistributedOptimizer(several, backward_passes_per_step=2)
     # Continued from a file: sums remain sums.
     passes = {"backward_passes_per_step": 2}
     model = compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), **passes))
@@ -764,6 +767,11 @@ def check_local_variables_and_predivision() -> None:
             sgd = keras.optimizers.LossScaleOptimizer(sgd)
         with pytest.raises(ValueError, match=rf"local variables such as 'number_3.*: .*{reason}"):
             applied(hvd.DistributedOptimizer(sgd), keeps_last=True)
+    if not is_keras2:
+        clips = keras.optimizers.OptimizerMap(keras.optimizers.SGD(1.0, global_clipnorm=1.0))
+        several = hvd.DistributedOptimizer(keras.optimizers.MultiOptimizer(clips))
+        with pytest.raises(ValueError, match="global_clipnorm scales all gradients"):
+            applied(several, keeps_last=True)
     with pytest.raises(ValueError, match="needs op=Average"):
         hvd.DistributedOptimizer("sgd", gradient_predivide_factor=2.0, op=hvd.Sum)
     model = network()
