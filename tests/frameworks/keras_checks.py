@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import random
 import sys
 import tempfile
 import warnings
@@ -1257,6 +1258,176 @@ def check_a_forgotten_broadcast_is_a_warning() -> None:
         assert all("after step 10: 2 of 4 arrays, first '" in text for text in texts), texts
 
 
+class Heads(keras.Model):  # type: ignore[misc]
+    """Two heads, of which a batch uses one."""
+
+    def __init__(self) -> None:
+        super().__init__(name="heads")
+        self.body = keras.layers.Dense(4, activation="tanh", name="body")
+        limit = keras.constraints.MaxNorm(1.0)
+        self.heads = [
+            keras.layers.Dense(2, name="zero", kernel_constraint=limit),
+            keras.layers.Dense(2, name="one"),
+        ]
+        self.head = 0
+        self.build((None, N_FEATURES))
+
+    def build(self, shape: Any) -> None:
+        for layer, n in ((self.body, N_FEATURES), *((head, 4) for head in self.heads)):
+            layer.build((None, n))
+        random = np.random.default_rng(0)
+        self.set_weights([random.standard_normal(w.shape) / 2 for w in self.get_weights()])
+        self.built = True
+
+    def call(self, x: Any) -> Any:
+        return self.heads[self.head](self.body(x))
+
+
+SLOTS = {"momentum": 0.9, "epsilon": 1e-3}
+KINDS = (
+    ("SGD", "momentum"),
+    ("Adam", "epsilon"),
+    ("AdamW", "epsilon"),
+    ("RMSprop", "momentum", "epsilon"),
+    ("Lamb", "epsilon"),
+)
+CALLS = ("apply", "apply_gradients", "apply without variables", "stateless_apply")
+IN_FIT = ("fit", "train_on_batch", "with sample weights")
+
+
+class Program:
+    """A random training loop: its optimizer, and what it does one after the other."""
+
+    def __init__(self, seed: int) -> None:
+        draw = random.Random(seed)
+
+        def chosen(probability: float, **options: Any) -> dict[str, Any]:
+            return options if draw.random() < probability else {}
+
+        def one_of(*options: dict[str, Any]) -> dict[str, Any]:
+            return draw.choice([{}, *options])
+
+        self.seed, (self.kind, *slots) = seed, draw.choice(KINDS)
+        clips = ("clipnorm", "global_clipnorm", "clipvalue")
+        self.inside = {name: SLOTS[name] for name in slots} | {
+            **one_of(*({clip: 0.1} for clip in clips)),
+            **chosen(0.3, weight_decay=0.05),
+            **chosen(0.3, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2),
+        }
+        passes = one_of({}, {"average_aggregated_gradients": draw.random() < 0.5})
+        if passes:
+            passes["backward_passes_per_step"] = 2
+        else:
+            self.inside |= chosen(0.3, gradient_accumulation_steps=2)
+        self.scales = not passes and draw.random() < 0.2
+        self.around = passes | chosen(0 if self.scales else 0.4, shard_state=True)
+        # The samples of all ranks in one process are one batch.
+        means = one_of({"op": hvd.Sum}, {"gradient_predivide_factor": 2.0})
+        self.has_weights = not passes and not means and draw.random() < 0.4
+        self.around |= means
+        others = ["head", "rate", "state", "overflow"]
+        if "use_ema" not in self.inside:  # with frozen variables, fit() itself fails at its end
+            others.append("freeze")
+        in_fit = () if self.has_weights or "op" in means or self.factor > 1 else IN_FIT
+        kinds = [*CALLS, *CALLS, *others, *in_fit]
+        self.steps = [(draw.choice(kinds), draw.randrange(2)) for _ in range(draw.randint(2, 8))]
+
+    @property
+    def factor(self) -> int:
+        """By how much passes are more than their mean, which is Keras' own."""
+        return 2 if self.around.get("average_aggregated_gradients") is False else 1
+
+    def optimizer(self, alone: bool) -> Any:
+        passes = self.around.get("backward_passes_per_step")
+        options = {"gradient_accumulation_steps": passes} if alone and passes else {}
+        optimizer = getattr(keras.optimizers, self.kind)(0.05, **self.inside, **options)
+        if self.scales:
+            optimizer = keras.optimizers.LossScaleOptimizer(optimizer, 16.0, 3)
+        return optimizer if alone else hvd.DistributedOptimizer(optimizer, **self.around)
+
+    def run(self, alone: bool) -> list[Any]:
+        """Return the weights after each step."""
+        model, every = Heads(), []
+        model.compile(optimizer=self.optimizer(alone), loss="mse", auto_scale_loss=False)
+        variables = model.trainable_variables
+        model.optimizer.build(variables)
+        for i, (what, which) in enumerate(self.steps):
+            batch = np.random.default_rng(i).standard_normal((8, N_FEATURES + 3))
+            if not alone and self.has_weights:
+                batch = batch[:5] if world.rank == 0 else batch[5:]
+            elif not alone:
+                batch = batch[world.rank :: 2]
+            x, y, weights = np.split(batch, [N_FEATURES, N_FEATURES + 2], axis=1)
+            if what in CALLS or what == "overflow":
+                self.step(model, variables, x, y, what, which, alone)
+            elif what == "freeze":
+                model.heads[which].trainable = not model.heads[which].trainable
+            elif what == "head":
+                model.head = which
+            elif what == "rate":
+                model.optimizer.learning_rate = (0.01, 0.1)[which]
+            elif what == "state" and not self.around.get("backward_passes_per_step"):
+                kept: dict[str, Any] = {}
+                model.optimizer.save_own_variables(kept)
+                model.optimizer = self.optimizer(alone)
+                model.optimizer.build(variables)
+                model.optimizer.load_own_variables(kept)
+            elif what == "fit":
+                model.fit(x, y, batch_size=len(x) // 2, shuffle=False, verbose=0)
+            elif what in IN_FIT:
+                weight = np.abs(weights[:, 0]) if what == "with sample weights" else None
+                model.train_on_batch(x, y, sample_weight=weight)
+            every.append(model.get_weights())
+        return every
+
+    def step(
+        self, model: Any, variables: Any, x: Any, y: Any, what: str, which: int, alone: bool
+    ) -> None:
+        import torch
+
+        x, y = map(keras.ops.convert_to_tensor, (x, y))
+        optimizer, model.head = model.optimizer, which
+        known = what in ("apply without variables", "stateless_apply")
+        trained = variables if known else model.trainable_variables
+        model.zero_grad()
+        share = len(x) / 8 if "op" in self.around and not alone else 1
+        loss = keras.ops.mean((model(x) - y) ** 2) * share * (self.factor if alone else 1)
+        optimizer.scale_loss(loss).backward()
+        found = [variable.value.grad for variable in trained]
+        if what == "overflow" and self.scales and (alone or world.rank == 0):
+            found[0] = found[0] * np.inf
+        weight = {"weight": len(x)} if self.has_weights and not alone else {}
+        with torch.no_grad():
+            if what == "apply_gradients":
+                optimizer.apply_gradients(zip(found, trained, strict=True), **weight)
+            elif what == "stateless_apply" and None not in found:
+                values = [[v.value for v in some] for some in (optimizer.variables, trained)]
+                new = optimizer.stateless_apply(values[0], found, values[1], **weight)
+                for some, of in zip(new, (trained, optimizer.variables), strict=True):
+                    for variable, value in zip(of, some, strict=True):
+                        variable.assign(value)
+            else:
+                optimizer.apply(found, *([] if known else [trained]), **weight)
+
+
+def check_random_programs() -> None:
+    """The ranks train as one process does with the samples of both."""
+    keras.config.set_floatx("float64")
+    first = hvd.broadcast_object(random.randrange(1 << 30))
+    for seed in range(first, first + 30):
+        program = Program(seed)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Gradients do not exist", UserWarning)
+            together = program.run(alone=False)
+            alone = program.run(alone=True) if world.rank == 0 else together
+        for i, each in enumerate(zip(together, alone, strict=True)):
+            for mine, expected in zip(*each, strict=True):
+                message = f"after step {i} of {vars(program)}"
+                np.testing.assert_allclose(mine, expected, 1e-6, 1e-6, err_msg=message)
+        hvd.check_in_sync(together[-1])
+    keras.config.set_floatx("float32")
+
+
 HELPERS = ("check_same_bits", "check_close", "check_as_alone", "check_shares", "check_alike")
 OF_KERAS2 = (check_sync_batch_normalization, check_a_loop_of_ones_own)
 OF_BOTH = (
@@ -1272,7 +1443,11 @@ OF_BOTH = (
     check_a_forgotten_broadcast_is_a_warning,
 )
 OF_TORCH_AND_JAX = (check_shard_state, check_shard_state_in_a_loop, check_shard_state_in_files)
-NOT_HERE = OF_KERAS2 if BACKEND in ("torch", "jax") else (*OF_KERAS2, *OF_TORCH_AND_JAX)
+NOT_HERE = [
+    *OF_KERAS2,
+    *(OF_TORCH_AND_JAX if BACKEND not in ("torch", "jax") else ()),
+    *([check_random_programs] if (BACKEND, world.size) != ("torch", 2) else ()),
+]
 OF_ALL = [
     check
     for name, check in globals().items()
