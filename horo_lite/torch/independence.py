@@ -32,6 +32,7 @@ OF_EACH = ("params", "param_names")
 """What a group of parameters has for each of them; the rest are options."""
 _N_STEPS = 8  # some look at other parameters from the second step on only
 _N_TRIED = 6  # parameters of a group
+_SIZE = 4096  # elements of each; optimizers with 8-bit state keep float32 for smaller ones
 _ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-6}
 """Dtypes to try with, and how much of the largest element is rounding; most results are equal."""
 
@@ -152,7 +153,7 @@ def _updated(
         trial = _copy(optimizer)
         parts = []
         for i, (g, parameter, name) in enumerate(like):
-            shape = [min(n, 4) for n in parameter.shape]
+            shape = [min(n, round(_SIZE ** (1 / parameter.dim()))) for n in parameter.shape]
             places = torch.arange(math.prod(shape), device=parameter.device).reshape(shape)
             if claimed == ELEMENTS and n_owners > 1:
                 places = places.flatten().tensor_split(n_owners)[owner]

@@ -809,6 +809,7 @@ class Combines(optim.Optimizer):
                 "the norm of each, where orthogonal": 1
                 / (1 + p.grad.norm() * (self.along(p) == 0)),
                 "its shape, where a sign changes": p.dim() if self.turns(p) else 1,
+                "the norm of each, if large": 1 / p.grad.norm() if p.numel() >= 4096 else 1,
                 "noise": 1 + torch.rand(()),
             }.get(self.kind, 1)
             p.sub_(p.grad, alpha=float(factor * group["lr"]))
@@ -839,6 +840,7 @@ class Combines(optim.Optimizer):
         ("its shape", ["elements"]),
         ("the norm of each, where orthogonal", ["elements"]),
         ("its shape, where a sign changes", ["elements"]),
+        ("the norm of each, if large", ["elements"]),
         ("its largest", ["elements"]),
         ("two in one tensor", ["elements"]),
         ("nothing", []),
@@ -848,6 +850,7 @@ def test_what_an_optimizer_combines_is_found(kind: str, refused: list[str], lr: 
     def rank(group: Group) -> None:
         for claimed in ("elements", "parameters"):
             net = network(dtype=torch.float32 if lr else torch.bfloat16)
+            net[2].register_parameter("large", nn.Parameter(net[0].weight.new_ones(64, 80)))
             inner = Combines(net.parameters(), kind, lr)
             optimizer = DistributedOptimizer(inner, process_set=group, shard_state=claimed)
             backward(net, 0, group.rank)
@@ -913,7 +916,7 @@ def test_an_optimizer_of_float32_only_with_state_of_its_own_is_tried() -> None:
 def test_an_optimizer_that_cannot_be_tried_is_warned_of() -> None:
     class Picky(Own):
         def step(self, closure: Any = None) -> None:
-            if any(p.numel() == 8 for group in self.param_groups for p in group["params"]):
+            if any(p.numel() == 35 for group in self.param_groups for p in group["params"]):
                 raise RuntimeError("needs larger parameters")
             super().step()
 
