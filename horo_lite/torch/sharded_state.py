@@ -170,7 +170,6 @@ class ShardedUpdate(GradientExchange):
         bare = type(optimizer).step
         if getattr(bare, "hooked", False):
             bare = bare.__wrapped__
-        self._bare_step: Callable[[Any], Any] = bare
         own = weakref.ref(self)
 
         def update(wrapped: Any, *args: Any, **kwargs: Any) -> Any:
@@ -327,8 +326,9 @@ class ShardedUpdate(GradientExchange):
             # Called here, since it may use the optimizer as the user knows it.
             with torch.enable_grad():
                 loss = closure()
+            args, kwargs = with_closure(lambda: loss, args, kwargs)
         self._check_averages()
-        state = self._shard()
+        state = self._shard(lambda trial: step(trial, *args, **kwargs))
         state.follow_parameters()
         changes = [self._updates_all or p.grad is not None for p in state.parameters]
         if state.shared is not None:
@@ -407,10 +407,10 @@ class ShardedUpdate(GradientExchange):
 
     # Dividing and collecting the state.
 
-    def _shard(self) -> ShardedState:
+    def _shard(self, step: Callable[[Any], Any]) -> ShardedState:
         """Return the sharded state, after dividing it if it is whole. Collective in that case.
 
-        The optimizer has it when `_within_share` ends.
+        The optimizer has it when `_within_share` ends. `step` is that of a copy to be tried.
         """
         state = self._optimizer.state
         parameters = [slot.parameter for slot in self.slots]
@@ -430,7 +430,7 @@ class ShardedUpdate(GradientExchange):
         self._check_shardable()
         claimed = self.options.shard_state
         if isinstance(claimed, str) and not self._is_tried:
-            why = check_independent(self._optimizer, self._bare_step, claimed)
+            why = check_independent(self._optimizer, step, claimed)
             if why and self._group.rank == 0:
                 warn(why)
         self._is_tried = True
