@@ -399,6 +399,8 @@ def _array(x: Array, reduced: bool = False) -> Array:
     If it is to be reduced, always of float64: another rank may pass 0.5.
     """
     if not isinstance(x, (bool, int, float)):
+        if reduced and str(getattr(x, "dtype", "")).startswith("key<"):
+            raise TypeError("keys of jax.random cannot be reduced: send them, as broadcast does")
         return x
     if reduced:
         return adapters.exact(np.array(x, np.float64), x)

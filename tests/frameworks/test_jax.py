@@ -568,6 +568,8 @@ for average in (hvd.average_gradients, horo_lite.average_gradients):
     for averages in (average(mixed), average(mixed)):  # the first ones are compared
         mean = (size - 1) / 2
         assert averages["z"] == mean + 1j and averages["n"] == averages["i"] == mean
+    keys = {"key": jax.random.key(rank)}  # sums of their bits would be other keys
+    assert "cannot be reduced" in str(raised(lambda: average(keys)))
 assert "horo_lite.jax" in str(raised(lambda: jax.jit(horo_lite.allreduce)(rows)))
 assert (jax.jit(horo_lite.average_gradients)({"a": rows})["a"] == whole.mean(0)).all()
 assert (both(jax.vmap(hvd.allreduce, in_axes=1, out_axes=1), rows) == whole.mean(0)).all()
