@@ -14,24 +14,24 @@ class NumpyAdapter(Adapter):
     """Two lists of arrays, or two dicts with the same keys: `grads[k]` belongs to `params[k]`."""
 
     array: type = np.ndarray
+    not_state = ("params", "grads")
 
     def matches(self, obj: object) -> bool:
         params, grads = getattr(obj, "params", None), getattr(obj, "grads", None)
         if isinstance(params, dict) and isinstance(grads, dict):
-            return (
-                bool(params)
-                and self._are_arrays(params.values())
-                and self._are_arrays(grads.values())
-            )
-        if isinstance(params, list) and isinstance(grads, list):
-            aligned = len(grads) in (0, len(params))
-            return bool(params) and aligned and self._are_arrays(params) and self._are_arrays(grads)
-        return False
-
-    def _are_arrays(self, items: Any) -> bool:
-        return all(item is None or isinstance(item, self.array) for item in items)
+            params, grads = list(params.values()), list(grads.values())
+        elif not (isinstance(params, list) and isinstance(grads, list)) or (
+            len(grads or params) != len(params)
+        ):
+            return False
+        # NumPy makes numbers of arrays without dimensions.
+        kinds = (self.array, np.number, float, type(None))
+        return any(isinstance(item, self.array) for item in params) and all(
+            isinstance(item, kinds) for item in (*params, *grads)
+        )
 
     def parameters(self, owner: Any) -> Named:
+        _check_alike(owner.params, owner.grads)
         if isinstance(owner.params, Mapping):
             return [(str(key), Slot(owner, key)) for key in owner.params]
         return [(f"params[{i}]", Slot(owner, i)) for i in range(len(owner.params))]
@@ -49,7 +49,7 @@ class Slot:
 
     @data.setter
     def data(self, array: Array) -> None:
-        self.owner.params[self.key] = array
+        self._put("params", array)
 
     @property
     def grad(self) -> Array | None:
@@ -62,7 +62,28 @@ class Slot:
     def grad(self, array: Array) -> None:
         if isinstance(self.owner.grads, list) and not self.owner.grads:
             self.owner.grads.extend([None] * len(self.owner.params))
-        self.owner.grads[self.key] = array
+        self._put("grads", array)
+
+    def _put(self, name: str, array: Array) -> None:
+        getattr(self.owner, name)[self.key] = array
+        if getattr(self.owner, name)[self.key] is not array:
+            raise TypeError(
+                f"{type(self.owner).__name__}.{name} is another container each time it is read, so "
+                f"the array that is to replace {name}[{self.key!r}], which is missing or cannot be "
+                "written, would be lost: keep one container, or give every array its own memory"
+            )
+
+
+def _check_alike(params: Any, grads: Any) -> None:
+    """Raise ValueError for gradients that belong to no parameter, and would not be averaged."""
+    if not isinstance(grads, Mapping):
+        if len(grads) not in (0, len(params)):
+            raise ValueError(f"there are {len(grads)} grads of {len(params)} params")
+    elif params.keys() - grads.keys() and (others := grads.keys() - params.keys()):
+        raise ValueError(
+            f"there is no params[{min(others, key=str)!r}] for the gradient of that name, which "
+            "would not be averaged: give gradients the keys of their parameters"
+        )
 
 
 ADAPTER = NumpyAdapter()

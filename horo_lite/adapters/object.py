@@ -70,6 +70,9 @@ class Adapter:
     of_all: tuple[str, ...] = ()
     """Its other methods that are about all of its parameters: not for one that has only some."""
 
+    not_state: tuple[str, ...] = ()
+    """The attributes of an optimizer that hold parameters and gradients, and no state."""
+
     takes_closure: bool = True
     """Whether a callable that is passed to a step computes the gradients."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from inspect import GEN_CREATED, getgeneratorstate, isgenerator
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -91,7 +92,10 @@ class Places:
     def __init__(self, named: Sequence[tuple[str, Any]]) -> None:
         self._leaves = [leaf for _, leaf in named]
         self._values = [_value(name, leaf) for name, leaf in named]
-        self.targets = [x if is_writable(x) else np.array(x) for x in self._values]
+        self.targets = [
+            x if is_writable(x) and (x is leaf or is_same(x, _value(name, leaf))) else np.array(x)
+            for x, (name, leaf) in zip(self._values, named, strict=True)
+        ]
 
     def by_device(self) -> list[list[int]]:
         """Return the positions of the targets in host memory, maybe none, then those on each GPU.
@@ -125,8 +129,9 @@ def broadcast_optimizer_state(
     Collective, at any time; the other ranks may have no state yet. Parameters are not changed: see
     `broadcast_parameters`. The state is that of `state_dict()` and `load_state_dict()`, or that of
     the optimizer's adapter. For other optimizers, it is every attribute that is a number, an array
-    or a list, tuple or dict of these; keys that are parameters, or the `id()` of one, stand for the
-    parameter at the same position on the other ranks. Other attributes are not changed.
+    or a list, tuple or dict of these; parameters in it, and keys that are one or the `id()` of one,
+    stand for the parameter at the same position on the other ranks. Other attributes, such as
+    objects, are not changed: give an optimizer with these a state_dict() and load_state_dict().
 
     The state is sent pickled, so for a moment it is in memory twice.
 
@@ -209,6 +214,16 @@ def is_writable(value: Any) -> bool:
     except (ValueError, BufferError):
         return False
     return True
+
+
+def is_same(value: Any, again: Any) -> bool:
+    """Return whether both are the same memory: not what an attribute copies each time it is read.
+
+    What is written into such a copy would be lost.
+    """
+    if value is again or not prod(value.shape):
+        return True
+    return bool(Tensors([value, again], stream=NO_ORDER).overlaps())
 
 
 def _received(leaf: Any, target: Any, value: Any, is_root: bool) -> Any:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -33,9 +34,9 @@ class OptimizerState:
 
     It is read from the first of these that provides it: the optimizer's adapter (`state`,
     `set_state`), the optimizer itself (`state_dict`, `load_state_dict`), or its attributes. An
-    attribute is state if it is a number, an array, or a list, tuple or dict of these, and contains
-    no parameter; keys that are parameters, or the `id()` of one, stand for the parameter's
-    position. `named` are its parameters, if it is not asked for them.
+    attribute is state if it is a number, an array, or a list, tuple or dict of these. Parameters in
+    it, and keys that are one or the `id()` of one, stand for the parameter's position. `named` are
+    its parameters, if it is not asked for them.
     """
 
     def __init__(self, optimizer: Any, named: Named | None = None) -> None:
@@ -144,8 +145,13 @@ class OptimizerState:
     def _attributes(self) -> dict[str, Any]:
         state, done = {}, dict[int, Any]()
         for name, value in vars(self._inner).items():
+            if name in self._finder.not_state:
+                continue
             with suppress(_Foreign):
-                state[name] = mapped(value, self._portable, self._portable_key, done)
+                kept = mapped(value, self._portable, self._portable_key, done)
+                leaves = [leaf for _, leaf in Tree(kept).named]
+                if not leaves or not all(isinstance(leaf, (str, _Position)) for leaf in leaves):
+                    state[name] = kept
         return state
 
     @cached_property
@@ -164,19 +170,23 @@ class OptimizerState:
         return set(map(id, self._held))
 
     def _portable(self, value: Any) -> Any:
-        if value is None or isinstance(value, NUMBERS):
+        if value is None or isinstance(value, (str, *NUMBERS)):
             return value
+        if id(value) in self._index:
+            return _Position(self._index[id(value)])
         if id(value) in self._not_state or not self._is_array(value):
             raise _Foreign
         return np.array(to_host(in_host_memory(value)))
 
     def _portable_key(self, key: Any) -> Any:
         if id(key) in self._index:
-            return _Position(self._index[id(key)], is_id=False)
+            return _Position(self._index[id(key)])
         if isinstance(key, int) and key in self._index:
             return _Position(self._index[key], is_id=True)
-        if isinstance(key, (int, str)):
+        if key is None or isinstance(key, (str, bytes, *NUMBERS)):
             return key
+        if type(key) is tuple:
+            return tuple(map(self._portable_key, key))
         raise _Foreign
 
     def _is_array(self, value: Any) -> bool:
@@ -186,7 +196,7 @@ class OptimizerState:
         if isinstance(value, (dict, list, tuple)):  # but `old` is something else
             return overwritten(None, value, self._local, self._local_key)
         if not isinstance(value, np.ndarray):
-            return value
+            return old if isinstance(old, str) else self._local_key(value)
         if not self._is_array(old):
             if self._named:
                 return from_numpy(value, self._named[0][1])
@@ -204,14 +214,15 @@ class OptimizerState:
         if isinstance(key, _Position):
             parameter = self._named[key.place][1]
             return id(parameter) if key.is_id else parameter
-        return key
+        return tuple(map(self._local_key, key)) if type(key) is tuple else key
 
 
-class _Position(NamedTuple):
-    """A dict's key that was a parameter, or its id()."""
+@dataclass(frozen=True)
+class _Position:
+    """Stands for a parameter, or its id()."""
 
     place: int
-    is_id: bool
+    is_id: bool = False
 
 
 class _Foreign(Exception):  # noqa: N818 (no error: a kind of value)
