@@ -13,6 +13,7 @@ from horo_lite.adapters.object import NO_ORDER, Named
 from horo_lite.collectives.arrays import HOST, copy_of
 from horo_lite.collectives.calls import Compare, Part
 from horo_lite.errors import ranks_by, ranks_in_words
+from horo_lite.state.broadcast import is_same
 from horo_lite.state.drift import OFF, Run
 from horo_lite.state.hashes import Readable
 from horo_lite.training.plan import hash63
@@ -92,6 +93,18 @@ def _writable(parameters: Named, arrays: list[Any], copied: dict[int, Any]) -> T
             text = str(error).removeprefix("array 0: ")
             raise TypeError(f"the gradient of {parameters[i][0]!r}: {text}") from error
     return tensors_of(arrays)
+
+
+def lent_by(adapter: Adapter, parameters: Named, own: Gradients) -> set[int]:
+    """Return which gradients are copies that are made each time they are read.
+
+    What is written into them would be lost. It suffices to look once, as each is read twice.
+    """
+    return {
+        i
+        for i, ((_, parameter), x) in enumerate(zip(parameters, own.arrays, strict=True))
+        if x is not None and i not in own.copied and not is_same(x, adapter.gradient(parameter))
+    }
 
 
 class Finding(NamedTuple):

@@ -7,6 +7,8 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from horo_lite.collectives.arrays import gpu_of
 from horo_lite.training.plan import who_has
 
@@ -45,7 +47,10 @@ def hyperparameters_of(optimizer: object) -> Hyperparameters:
     if groups is not None:
         return hyperparameters(groups, getattr(optimizer, "defaults", ()))
     rates = [(name, getattr(optimizer, name, None)) for name in ("lr", "learning_rate")]
-    return tuple((name, 0, x) for name, x in rates if isinstance(x, (int, float)))
+    kinds = (int, float, np.number, np.ndarray)  # reading a lazy framework's would compute it
+    return tuple(
+        (name, 0, x) for name, rate in rates if isinstance(rate, kinds) for _, x in _numbers(rate)
+    )
 
 
 def _numbers(value: Any) -> Iterator[tuple[str, float]]:

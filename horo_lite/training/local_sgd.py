@@ -13,9 +13,11 @@ import numpy as np
 from horo_lite import ops
 from horo_lite.adapters import adapter_of, from_numpy, to_host
 from horo_lite.collectives.compression import COMPRESSORS, Compression, Compressor
+from horo_lite.errors import warn
 from horo_lite.state import drift
 from horo_lite.state.broadcast import NOT_ARRAYS, Places
 from horo_lite.state.optimizer_state import in_host_memory
+from horo_lite.training.gradient_memory import hash_of
 from horo_lite.training.options import Options
 
 if TYPE_CHECKING:
@@ -180,6 +182,12 @@ class LocalSGD:
                 names=[self._names[i] for i in places],
                 weight=weight,
                 group=group,
+            )
+        if not self._averaged_at and not hash_of(changes, group) and group.rank == 0:
+            warn(
+                f"no parameter has changed on any rank in {label}, as LocalSGD sees them: if the "
+                "optimizer makes new arrays, pass them to step(), or give LocalSGD the object, "
+                "dict or list that holds them"
             )
         for i, (x, change) in enumerate(zip(found.values, changes, strict=True)):
             if found.is_trained[i]:

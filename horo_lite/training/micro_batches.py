@@ -29,6 +29,7 @@ from horo_lite.collectives.arrays import gpu_of
 from horo_lite.collectives.calls import Compare, Part
 from horo_lite.collectives.group import Group
 from horo_lite.ops import allgather, ranks_of
+from horo_lite.state.broadcast import is_same, is_writable
 from horo_lite.state.trees import Tree, repeats
 from horo_lite.state.wrapper import Sharing, wrapped
 from horo_lite.training.data import Indices, length_of, non_negative, sample_order
@@ -520,13 +521,13 @@ class _Held(_Source):
         for (name, parameter), total in zip(self._named(), totals, strict=True):
             if total is None:
                 continue
-            gradient = adapter.gradient(parameter)
-            memory = None if gradient is None else _in_host_memory(to_host(gradient), name)
-            if memory is None or not memory.flags.writeable or repeats(memory):
+            x, again = adapter.gradient(parameter), adapter.gradient(parameter)
+            memory = None if x is None else _in_host_memory(to_host(x), name)
+            if memory is None or repeats(memory) or not is_writable(x) or not is_same(x, again):
                 adapter.set_gradient(parameter, total.average())
             else:
                 total.average(out=memory)
-                changed([gradient])
+                changed([x])
 
     def result(self) -> Any:
         raise RuntimeError(

@@ -43,6 +43,7 @@ from horo_lite.training.gradient_memory import (
     gradients_of,
     hash_of,
     in_words,
+    lent_by,
     tensors_of,
 )
 from horo_lite.training.hyperparameters import Hyperparameters, difference, digest
@@ -310,6 +311,7 @@ class Reducer:
         ]
         self._together = tuple(together)
         self._plans: dict[object, Plan] = {}
+        self._lent: set[int] = set()
         self._agreed = None
         self.division = None
         self._step = self._new_step()
@@ -578,6 +580,7 @@ class Reducer:
         wire = self._compression.wire
         key = (present, own.tensors.signature, tuple(own.overlaps), options, wire)
         if key not in self._plans:
+            self._lent |= lent_by(self._adapter, self._parameters, own)
             if len(self._plans) == 8:  # the set of gradients changes all the time
                 self._plans.clear()
             self._plans[key] = Plan(
@@ -592,6 +595,7 @@ class Reducer:
                 options=options,
                 together=self._together,
             )
+        own.copied.update((i, arrays[i]) for i in self._lent if arrays[i] is not None)
         return self._plans[key]
 
     def _fill(self, plan: Plan, arrays: list[Any], copied: dict[int, Any]) -> None:
@@ -639,7 +643,8 @@ class Reducer:
         differing = drift.differences(named, self.group, self._label) if named else None
         state = self._state and compare_states(self._state(), self.group, self._label)
         same = compare_samples(hash_of(arrays, self.group), self.group, self._label)
-        return [text for text in (differing, state, same) if text]
+        none = "" if any(plan.present) else _without_gradients(self._label)
+        return [text for text in (differing, state, same, none) if text]
 
     def _values(self, chosen: Iterable[int]) -> Iterator[tuple[str, Any]]:
         """Yield the names and values of these parameters, as far as they are known."""
@@ -955,6 +960,15 @@ def _warn_of_one_host(group: Group, compression: Compressor) -> None:
             f"compression {compression.name} changes what travels between hosts only, and all "
             "ranks are on one: it has no effect"
         )
+
+
+def _without_gradients(label: str) -> str:
+    return (
+        f"no rank has a gradient in the first exchange of {label}, so nothing was averaged. If the "
+        "optimizer computes its gradients in step(), or keeps them elsewhere than in its "
+        "parameters, each rank trains alone: register_adapter() tells horo_lite where they are, "
+        f"and average_gradients() averages any tree of arrays. {drift.OFF}"
+    )
 
 
 class _StepRanks:

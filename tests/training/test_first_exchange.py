@@ -122,6 +122,13 @@ def test_gradients_that_say_nothing_of_the_samples(grads: Callable[[int], list[A
     assert not warned
 
 
+def test_an_exchange_of_nothing_is_told() -> None:
+    """Such as with an optimizer that computes gradients in its step."""
+    _, (text,) = run_and_hear(2, training(lambda rank: [None, None]))
+    assert text.startswith("horo_lite: no rank has a gradient in the first exchange of gradients")
+    assert run_and_hear(2, training(lambda rank: gradients(1) if rank else [None, None]))[1] == []
+
+
 def test_numbers_at_the_end_count_as_those_at_the_beginning() -> None:
     """As in the gradient of an embedding, whose first rows no sample has used."""
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
-from launch import RanksFailedError, run_threads
+from launch import RanksFailedError, run_and_hear, run_threads
 from numpy.typing import NDArray
 from worlds import on_ranks
 
@@ -133,6 +134,22 @@ def test_fp16_and_what_is_left_over() -> None:
         assert (tree["w"] != mean).any()  # the changes have been rounded
         assert tree["w"].dtype == np.float32
         assert (tree["n"], tree["rate"], tree["none"]) == (3 + rank, 1.5, None)
+
+
+def test_arrays_that_the_optimizer_replaces_are_told() -> None:
+    def train(group: Group, *, passes: bool) -> list[NDArray[np.float64]]:
+        weights = [np.zeros(3)]
+        local = hvd.LocalSGD(list(weights), every=2, group=group)
+        for _ in range(4):
+            weights = [weights[0] + 1 + group.rank]
+            weights = local.step(weights) if passes else (local.step(), weights)[1]
+        return weights
+
+    results, warned = run_and_hear(2, partial(train, passes=True))
+    assert (np.array(results) == 6).all()
+    assert not warned
+    (text,) = run_and_hear(2, partial(train, passes=False))[1]
+    assert "no parameter has changed on any rank in local steps up to 2" in text
 
 
 def test_mistakes_are_errors_on_every_rank() -> None:
