@@ -1,14 +1,15 @@
-"""The closure of a step: a function that computes gradients and returns the loss, called by it."""
+"""The closure of a step, which computes gradients and returns the loss; and methods that step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from horo_lite.adapters import from_numpy, to_host
+from horo_lite.adapters import Adapter, from_numpy, to_host
 from horo_lite.collectives.reductions import AnyOp
 from horo_lite.state.hashes import Readable
 
@@ -17,17 +18,34 @@ if TYPE_CHECKING:
 
 
 def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
-    """Return the closure among the arguments of a step: the first one, or `closure=`."""
-    return next(filter(callable, (*args[:1], kwargs.get("closure"))), None)
+    """Return the closure among the arguments of a step: `closure=`, or the first callable."""
+    return next(filter(callable, (kwargs.get("closure"), *args, *kwargs.values())), None)
 
 
 def with_closure(
     closure: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a step with another closure in the place of theirs."""
-    if args and callable(args[0]):
-        return (closure, *args[1:]), kwargs
-    return args, {**kwargs, "closure": closure}
+    theirs = closure_of(args, kwargs)
+    return (
+        tuple(closure if x is theirs else x for x in args),
+        {name: closure if x is theirs else x for name, x in kwargs.items()},
+    )
+
+
+def step_names(optimizer: Any, finder: Adapter) -> list[str]:
+    """Return the names of the methods with which this optimizer applies gradients."""
+    return [name for name in finder.steps if callable(getattr(optimizer, name, None))]
+
+
+def takes_steps(method: Callable[..., Any], steps: Iterable[str]) -> bool:
+    """Return whether a method probably calls one of the methods `steps` of its object.
+
+    Not if it uses the object's `__dict__`, as in `self.__dict__.update(state)`.
+    """
+    code = getattr(inspect.unwrap(method), "__code__", None)  # None: written in C
+    names = getattr(code, "co_names", ())
+    return any(name in names for name in steps) and not {"__dict__", "vars"}.intersection(names)
 
 
 def returning(loss: Any, values: Callable[[], Sequence[Any]]) -> Callable[..., Any]:

@@ -15,7 +15,7 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from horo_lite.adapters import Adapter, adapter_of, to_host
-from horo_lite.adapters.object import ZERO_GRAD, Named, name_leaves
+from horo_lite.adapters.object import ZERO_GRAD, Named, is_array, name_leaves
 from horo_lite.collectives.arrays import Array, gpu_of
 from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.reductions import Average, Op
@@ -23,7 +23,7 @@ from horo_lite.context import on_renewed
 from horo_lite.state.drift import DriftCheck
 from horo_lite.state.hashes import Readable
 from horo_lite.state.wrapper import Wrapper, wrapped
-from horo_lite.training.closures import averaging, closure_of, with_closure
+from horo_lite.training.closures import averaging, closure_of, step_names, takes_steps, with_closure
 from horo_lite.training.hyperparameters import hyperparameters_of
 from horo_lite.training.options import Options
 from horo_lite.training.reducer import Reducer
@@ -49,6 +49,7 @@ class DistributedOptimizer(Wrapper):
 
     All attributes except `step`, `update`, `synchronize`, `skip_synchronize` and `inner` are those
     of the inner optimizer, for reading and writing, and `isinstance` returns what it would for it.
+    Its own methods that call `self.step()`, such as a `minimize()`, average, too.
 
     Args:
         named_parameters: pairs (name, parameter), as from `model.named_parameters()`: names for
@@ -192,13 +193,15 @@ class DistributedOptimizer(Wrapper):
         none: the average is then the mean over all samples, however uneven the batches (a rank
         without samples passes 0). It is never passed on; the other arguments are.
 
-        A closure (a callable first argument, or `closure=`) is called by the inner optimizer. After
-        each call, its gradients and the loss that it returns are averaged, so that optimizers that
-        depend on the loss decide in the same way on every rank; that loss is float64.
+        A closure (`closure=`, or the first callable argument) is called by the inner optimizer.
+        After each call, its gradients and the loss that it returns are averaged, so that optimizers
+        that depend on the loss decide in the same way on every rank; that loss is float64.
 
         Raises:
             RuntimeError: `synchronize()` was called: step inside `with
                 optimizer.skip_synchronize():`.
+            TypeError: An argument is an array that is not averaged, such as gradients: pass those
+                that `average_gradients` returns to `inner.step()`.
         """
         return self._apply(self._own.step_names()[0], args, weight, kwargs)
 
@@ -222,11 +225,7 @@ class DistributedOptimizer(Wrapper):
     def skip_synchronize(self) -> Iterator[None]:
         """Make `step()`, inside the block, use the gradients as they are after `synchronize()`."""
         own = self._own
-        if not own.step.is_averaged:
-            raise RuntimeError(
-                "skip_synchronize() without synchronize(): every rank would step with its own "
-                "gradients. Call synchronize() first; to do that on purpose, call inner.step()"
-            )
+        own.check_averaged()
         own.is_skipping = True
         try:
             yield
@@ -246,8 +245,15 @@ class DistributedOptimizer(Wrapper):
                 "skip_synchronize()"
             )
         named = own.named()
+        closure = closure_of(args, kwargs) if own.finder.takes_closure else None
         if own.is_skipping or of.averaged_for:
+            own.check_averaged()
             own.check_unchanged(name)
+            if closure is not None:
+                raise TypeError(
+                    f"inside skip_synchronize(), {name}() takes no closure, whose gradients would "
+                    "be this rank's own: pass it to a step outside, which averages them"
+                )
             if weight is not None:
                 where = "inside skip_synchronize()" if own.is_skipping else "after averaging"
                 raise TypeError(f"{where}, a step takes no weight: pass it to synchronize()")
@@ -259,12 +265,20 @@ class DistributedOptimizer(Wrapper):
                 "`with optimizer.skip_synchronize(): optimizer.step()`. If these are the gradients "
                 "of another step, call synchronize() for them, too, or zero_grad() in between"
             )
-        closure = closure_of(args, kwargs) if own.finder.takes_closure else None
+        before = own.n_exchanges
         if closure is None:
             own.average(named, name, weight)
+            own.check_arguments(named, name, (*args, kwargs))
         else:
             args, kwargs = with_closure(own.averaging(closure, weight), args, kwargs)
-        return own.counted(step(*args, **kwargs), named)
+        result = step(*args, **kwargs)
+        if own.n_exchanges == before:
+            raise RuntimeError(
+                f"{name}() has not called the function that it was given as a closure, so it has "
+                "taken a step with this rank's own gradients: leave that argument out, and pass "
+                "what is no closure when the optimizer is made"
+            )
+        return own.counted(result, named)
 
     def _call_before_step(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         own, of = self._own, self._own.step
@@ -291,6 +305,8 @@ class DistributedOptimizer(Wrapper):
             return MethodType(_before_step(name), self)
         if name in ZERO_GRAD:
             own.forget()
+        if isinstance(found, MethodType) and takes_steps(found, own.step_names()):
+            return MethodType(found.__func__, self)  # so that the steps it takes are averaged
         return found
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -334,6 +350,12 @@ class DistributedOptimizer(Wrapper):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedOptimizer:
         own = self._own
+        if callable(own.parameters) and copy.deepcopy(own.parameters, memo) is own.parameters:
+            raise TypeError(
+                "the copy would average the gradients of this optimizer's parameters, and step "
+                "with its own, since parameters= is a function: pass a list, a dict or a method of "
+                "what is copied, too"
+            )
         parts = {name: getattr(own, name) for name in ("inner", "parameters", "named_parameters")}
         return _rebuilt(type(self), own.copied(**copy.deepcopy(parts, memo)))
 
@@ -366,6 +388,7 @@ class _Own:
     drift: DriftCheck
     step: _Step = field(default_factory=_Step)
     is_skipping: bool = False
+    n_exchanges: int = 0
     streams: bool = False  # gradients are announced during backward()
     reducer: Reducer | None = None
 
@@ -426,7 +449,7 @@ class _Own:
         return self.drift.n_steps
 
     def step_names(self) -> list[str]:
-        return [name for name in self.finder.steps if callable(getattr(self.inner, name, None))]
+        return step_names(self.inner, self.finder)
 
     def named(self) -> Named:
         """Return the current named parameters: groups may have been added."""
@@ -465,6 +488,7 @@ class _Own:
         begun = self.reducer if self.step.has_begun else None
         reducer = begun or self.begin(named, weight)
         self.step.has_begun = False
+        self.n_exchanges += 1
         try:
             reducer.finish(numbers=hyperparameters_of(self.inner))
         except Exception:  # on all ranks there is one
@@ -482,6 +506,30 @@ class _Own:
                     "backward(), change the averages, and step inside `with "
                     "optimizer.skip_synchronize():`"
                 )
+
+    def check_averaged(self) -> None:
+        """Raise RuntimeError unless synchronize() has averaged the gradients of this step."""
+        if not self.step.is_averaged:
+            raise RuntimeError(
+                "skip_synchronize() without synchronize(): every rank would step with its own "
+                "gradients. Call synchronize() first; to do that on purpose, call inner.step()"
+            )
+
+    def check_arguments(self, named: Named, name: str, arguments: Any) -> None:
+        """Raise TypeError for arrays, perhaps gradients, among the arguments of the step `name`.
+
+        Numbers may be arrays, too; and the parameters' own arrays and gradients are averaged.
+        """
+        arrays = [x for _, x in name_leaves(arguments, "") if is_array(x) and len(x.shape)]
+        if not arrays:
+            return
+        known = {id(self.adapter.gradient(p)) for _, p in named}
+        known |= {id(self.adapter.value(p)) for _, p in named}
+        if not all(id(x) in known for x in arrays):
+            raise TypeError(
+                f"{name}() was given arrays, which are not averaged over the ranks. If they are "
+                f"gradients, pass hvd.average_gradients(gradients) to optimizer.inner.{name}()"
+            )
 
     def forget_marks(self, named: Named) -> None:
         """Accept the gradients as they are now: earlier changes no longer matter."""

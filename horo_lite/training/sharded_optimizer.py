@@ -31,7 +31,13 @@ from horo_lite.collectives.arrays import gpu_of
 from horo_lite.state.broadcast import is_writable
 from horo_lite.state.optimizer_state import OptimizerState, in_host_memory
 from horo_lite.state.wrapper import Divided
-from horo_lite.training.closures import closure_of, returning, with_closure
+from horo_lite.training.closures import (
+    closure_of,
+    returning,
+    step_names,
+    takes_steps,
+    with_closure,
+)
 from horo_lite.training.gradient_memory import tensors_of
 from horo_lite.training.sharding import (
     check_not_lost,
@@ -188,7 +194,7 @@ class Shares:
         """Return an attribute of the first optimizer, or a method of all of them."""
         first = self.first
         found, finder = getattr(first, name), adapter_of(first)
-        is_step = name in finder.steps
+        is_step, steps = name in finder.steps, step_names(first, finder)
         if not callable(found) or (name in getattr(first, "__dict__", ()) and not is_step):
             return found
 
@@ -198,7 +204,7 @@ class Shares:
                 return self._step(name, args, kwargs, finder.takes_closure)
             if name in ZERO_GRAD:
                 return self._zero_grad(name, args, kwargs)
-            if name in finder.before_step or name in finder.of_all:
+            if name in (*finder.before_step, *finder.of_all) or takes_steps(found, steps):
                 raise TypeError(
                     f"{type(first).__name__}.{name}() is about all parameters, and with "
                     "shard_state=True this rank has optimizers of its share only: change gradients "

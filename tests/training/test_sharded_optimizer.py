@@ -347,7 +347,12 @@ def test_attributes_and_methods_are_those_of_all_optimizers() -> None:
 
         def scale(self, by: float) -> str:
             self.velocity = [v * by for v in self.velocity]
+            self.options = {"by": 1.0}
+            self.options.update(by=by)  # no update() of its own
             return "scaled"
+
+        def minimize(self) -> None:
+            self.step()
 
     class Held(Adam):
         def __init__(self, params: Any) -> None:
@@ -360,6 +365,8 @@ def test_attributes_and_methods_are_those_of_all_optimizers() -> None:
         assert optimizer.n_parameters == 1
         optimizer.velocity = [1.0]
         assert optimizer.scale(3) == "scaled"
+        with pytest.raises(TypeError, match=r"minimize\(\) is about all parameters"):
+            optimizer.minimize()
         assert all(one.velocity == [3.0] for one in of_this_rank(optimizer))
         optimizer.note = 1
         del optimizer.note
