@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -33,8 +34,8 @@ class NumpyAdapter(Adapter):
     def parameters(self, owner: Any) -> Named:
         _check_alike(owner.params, owner.grads)
         if isinstance(owner.params, Mapping):
-            return [(str(key), Slot(owner, key)) for key in owner.params]
-        return [(f"params[{i}]", Slot(owner, i)) for i in range(len(owner.params))]
+            return [(str(key), slot_of(owner, key)) for key in owner.params]
+        return [(f"params[{i}]", slot_of(owner, i)) for i in range(len(owner.params))]
 
 
 class Slot:
@@ -72,6 +73,18 @@ class Slot:
                 f"the array that is to replace {name}[{self.key!r}], which is missing or cannot be "
                 "written, would be lost: keep one container, or give every array its own memory"
             )
+
+
+_slots: WeakValueDictionary[tuple[int, Any], Slot] = WeakValueDictionary()
+"""By the owner's id, which is its own as long as a slot keeps it alive."""
+
+
+def slot_of(owner: Any, key: Any) -> Slot:
+    """Return the same object each time while it is in use: a plan is made for the objects."""
+    slot = _slots.get((id(owner), key))
+    if slot is None:
+        slot = _slots[id(owner), key] = Slot(owner, key)
+    return slot
 
 
 def _check_alike(params: Any, grads: Any) -> None:

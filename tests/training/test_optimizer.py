@@ -838,6 +838,10 @@ def test_a_list_of_arrays_and_a_list_of_gradients() -> None:
                 params, grads = (dict(zip("ab", x, strict=True)) for x in (params, grads))
             optimizer = DistributedOptimizer(Sgd(params, grads), group=group)
             optimizer.update()
+            reducer = optimizer._own.reducer
+            given = reducer._given
+            reducer.bind(optimizer._own.named())
+            assert reducer._given is given  # nothing has changed, so that the plan is kept
             values = list(params.values()) if as_dict else params
             assert (values[0] == -1).all()
             assert (values[1] == -2).all()
