@@ -36,6 +36,7 @@ from horo_lite.tensorflow.operations import (
 )
 from horo_lite.training import sparse_rows, transform
 from horo_lite.training.options import Options
+from horo_lite.training.plan import Layout
 
 
 class _Rows(NamedTuple):
@@ -119,12 +120,12 @@ class Transform(transform.Transform):
         """Return the averages of these gradients, all as NumPy arrays."""
         weight = None if weight is None else float(weight)
         dense = [None if isinstance(g, _Rows) else g for g in gradients]
-        self._note = sparse_rows.note(
-            {i: _layout(g) for i, g in enumerate(gradients) if isinstance(g, _Rows)}
-        )
+        self._rows = {
+            i: (_layout(g), g.values) for i, g in enumerate(gradients) if isinstance(g, _Rows)
+        }
         results = super().__call__(names, dense, weight, compared=compared)
 
-        def rows(i: int, layout: sparse_rows.Layout, divisor: float) -> tuple[Array, Array]:
+        def rows(i: int, layout: Layout, divisor: float) -> tuple[Array, Array]:
             values_dtype, row, indices_dtype, _ = layout
             mine = gradients[i]
             if not isinstance(mine, _Rows) or divisor == math.inf:
@@ -136,19 +137,10 @@ class Transform(transform.Transform):
 
         assert self._reducer is not None
         options, check = self.options, self._reducer.reset_unless_finite
-        is_dense = [result is not None for result in results]
-        how = (
-            names.__getitem__,
-            is_dense.__getitem__,
-            rows,
-            options.ranks,
-            options.op,
-            weight,
-            check,
-        )
-        found = sparse_rows.found_in(self._notes.values())
-        for i, indices, values in sparse_rows.exchange(self._notes, *how):
-            mine, shape = gradients[i], found[i][-1]
+        how = names.__getitem__, rows, options.ranks, options.op, weight, check
+        layouts = dict(self._all_rows)
+        for i, indices, values in sparse_rows.exchange(self._all_rows, *how):
+            mine, shape = gradients[i], layouts[i][-1]
             if isinstance(mine, _Rows):
                 known = mine.dense_shape
             else:
@@ -525,10 +517,10 @@ def _known_shape(slices: tf.IndexedSlices) -> Array | None:
     return None if shape is None else cast("Array | None", tf.get_static_value(shape))
 
 
-def _layout(rows: _Rows) -> tuple[str, list[int], str, list[int] | None]:
+def _layout(rows: _Rows) -> Layout:
     """Describe such rows, for a rank that has none."""
-    shape = None if rows.dense_shape is None else [int(n) for n in rows.dense_shape]
-    return rows.values.dtype.name, list(rows.values.shape[1:]), rows.indices.dtype.name, shape
+    shape = None if rows.dense_shape is None else tuple(int(n) for n in rows.dense_shape)
+    return rows.values.dtype.name, rows.values.shape[1:], rows.indices.dtype.name, shape
 
 
 def _name(variable: Any, i: int) -> str:

@@ -67,7 +67,7 @@ class Note(NamedTuple):
 
     where: int  # the exchange is: in backward(), in synchronize(), or in step()
     hyperparameters: str  # their digest, which may be different until step() uses them
-    sparse: str  # sparse gradients: see sparse.note
+    were_sparse: dict[int, int]  # with sparse_as_dense: the sparse dimensions, 0 of a dense one
 
 
 @dataclass(slots=True, eq=False)
@@ -637,13 +637,12 @@ class GradientExchange:
     def exchange(self, where: int = IN_BACKWARD) -> None:
         reducer = self.reducer
         touched = [slot for slot in self.slots if slot.touched]
+        were_sparse: dict[int, int] = {}
         if self.options.sparse_as_dense:
             for slot in touched:
                 self._densify(slot)
-            own = touched  # sparse again only if it was sparse wherever it was touched
-        else:
-            own = [slot for slot in touched if is_sparse(slot.parameter.grad)]
-        note = Note(where, digest(self._hyperparameters()), sparse.note(own))
+            were_sparse = {s.index: s.sparse_dim for s in touched if s.parameter.grad is not None}
+        note = Note(where, digest(self._hyperparameters()), were_sparse)
         n_ready = reducer.n_ready
         changed = [slot for slot in touched if slot.has_changed(n_ready[slot.index] > 0)]
         for slot in changed:
@@ -658,14 +657,13 @@ class GradientExchange:
                 slot.move_to_shared_memory()
         self._use_weight()
         try:
-            common = reducer.finish(note)
+            common = reducer.finish(note, rows=sparse.rows_of(touched))
             notes: dict[int, Note] = common.notes
             self._differs = len({note.hyperparameters for note in notes.values()}) > 1
-            rows = {rank: note.sparse for rank, note in notes.items()}
-            if any(rows.values()) and not self.options.sparse_as_dense:
+            if common.plan.rows:
                 assert self.group is not None
                 how = self.group, self.op, self._step.weight, reducer
-                for slot in sparse.exchange(rows, self.slots, *how):
+                for slot in sparse.exchange(common.plan.rows, self.slots, *how):
                     slot.touched = True
                     self._mark(slot, _COMPUTED)
             # All ranks have just agreed on a plan, and thus on the layout of their memory.
@@ -685,8 +683,10 @@ class GradientExchange:
                     if not is_computed:
                         self._mark(slot, _BY_HAND if slot in by_hand else _COMPUTED)
             self._place()
-        if self.options.sparse_as_dense:
-            for i, n_dims in sparse.dimensions(rows.values()).items():
+        # Sparse again only if it was sparse wherever it was touched.
+        for i in set().union(*(note.were_sparse for note in notes.values())):
+            n_dims = min(note.were_sparse[i] for note in notes.values() if i in note.were_sparse)
+            if n_dims:
                 self._make_sparse(self.slots[i], n_dims, self.slots[i] in by_hand)
         places = [note.where for note in notes.values()]
         self._step.is_late |= where == IN_STEP > min(places)

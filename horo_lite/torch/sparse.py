@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,32 +12,24 @@ from horo_lite.collectives.group import Group
 from horo_lite.collectives.reductions import AnyOp
 from horo_lite.torch.slots import Slot, is_sparse
 from horo_lite.training import sparse_rows
+from horo_lite.training.plan import Layout, Rows
 from horo_lite.training.reducer import Reducer
-from horo_lite.training.sparse_rows import Layout
 
 
-def note(slots: Sequence[Slot]) -> str:
-    """Describe gradients to the other ranks: their sparse dimensions and dtypes."""
-    return sparse_rows.note(
-        {
-            slot.index: (slot.sparse_dim, str(slot.parameter.grad.dtype)[6:])
-            for slot in slots
-            if slot.parameter.grad is not None
-        }
-    )
+def rows_of(slots: Sequence[Slot]) -> dict[int, tuple[Layout, Any]]:
+    """Return the sparse gradients among those of `slots`, for `Reducer.finish`.
 
-
-def dimensions(notes: Iterable[str]) -> dict[int, int]:
-    """Return the sparse dimensions of the gradients that are dense in none of the ranks' notes."""
-    found: dict[int, int] = {}
-    for each in map(json.loads, filter(None, set(notes))):
-        for i, (n_dims, _) in each.items():
-            found[int(i)] = min(n_dims, found.get(int(i), n_dims))
-    return {i: n_dims for i, n_dims in found.items() if n_dims}
+    A layout consists of the number of sparse dimensions and the dtype.
+    """
+    return {
+        slot.index: ((slot.sparse_dim, str(gradient.dtype)[6:]), gradient.detach()._values())
+        for slot in slots
+        if (gradient := slot.parameter.grad) is not None and is_sparse(gradient)
+    }
 
 
 def exchange(
-    notes: Mapping[int, str],
+    found: Rows,
     slots: Sequence[Slot],
     group: Group,
     op: AnyOp,
@@ -47,8 +38,8 @@ def exchange(
 ) -> Iterator[Slot]:
     """Exchange the gradients that are sparse on some rank, and yield the slot of each.
 
-    Collective; `notes` are the results of `note` by rank. `weight` is this rank's, on every rank or
-    on none. `reducer` has exchanged the dense ones.
+    Collective; `found` are those of the plan. `weight` is this rank's, on every rank or on none.
+    `reducer` has exchanged the dense ones.
     """
 
     def rows(index: int, layout: Layout, divisor: float) -> tuple[Any, Any]:
@@ -66,9 +57,8 @@ def exchange(
         return slots[index].name
 
     for index, indices, values in sparse_rows.exchange(
-        notes,
+        found,
         name_of,
-        reducer.has_exchanged,
         rows,
         group,
         op,

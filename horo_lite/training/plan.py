@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import chain, repeat
 from math import prod
+from typing import Any
 
 from horo_lite.errors import MismatchError, ranks_by, ranks_in_words
 
@@ -43,6 +44,12 @@ class Entry:
         return f"{self.name!r} {self.dtype}{list(self.shape)}"
 
 
+Layout = tuple[Any, ...]
+"""What rows look like: numbers, strings and tuples of them; None if this rank does not know."""
+Rows = tuple[tuple[int, Layout], ...]
+"""The gradients of which a rank has some rows: their indices and layouts, sorted."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """What travels, and in which buckets; executed only if it is the same on every rank.
@@ -55,7 +62,9 @@ class Plan:
     last buckets are smaller, since they leave when little computation is left to overlap with.
     `together` numbers the group of each parameter, or is empty: the gradients of a group, unless it
     is -1, form one bucket of any size. `travelling` are all indices in the order of the buckets.
-    `digest` has 63 bits and is the same in every process.
+    `rows` has the layouts of the gradients of which each rank has some rows, by index; they are not
+    `present`, and travel after the buckets (see sparse_rows.py). `digest` has 63 bits and is the
+    same in every process.
     """
 
     entries: tuple[Entry, ...]
@@ -65,6 +74,7 @@ class Plan:
     wire: str
     options: tuple[tuple[str, str], ...] = ()
     together: tuple[int, ...] = ()
+    rows: Rows = ()
     buckets: tuple[tuple[int, ...], ...] = field(init=False, compare=False, repr=False)
     travelling: tuple[int, ...] = field(init=False, compare=False, repr=False)
     digest: int = field(init=False, compare=False)
@@ -105,6 +115,7 @@ class Plan:
             )
             and all(a.name == b.name for a, b in zip(self.entries, other.entries, strict=True))
             and not any(_is_torn((self, other), i) for i in range(len(self.entries)))
+            and set(self.rows) <= set(other.rows)
         )
 
     def _fill_buckets(self) -> tuple[tuple[int, ...], ...]:
@@ -144,7 +155,8 @@ class Plan:
             (e.name, e.dtype, e.shape, owner) if here else (e.name,)
             for e, here, owner in zip(self.entries, self.present, self.owners, strict=True)
         ]
-        return hash63(repr((self.bucket_bytes, self.wire, self.options, self.together, seen)))
+        options = self.bucket_bytes, self.wire, self.options, self.together
+        return hash63(repr((options, seen, self.rows)))
 
 
 def hash63(text: str) -> int:
@@ -181,6 +193,7 @@ def merge(plans: Sequence[Plan], ranks: Sequence[int] = ()) -> Plan:
         wire=plans[0].wire,
         options=plans[0].options,
         together=plans[0].together,
+        rows=_all_rows(plans),
     )
 
 
@@ -217,7 +230,41 @@ def first_difference(plans: Sequence[Plan], ranks: Sequence[int] = ()) -> str | 
                 f"{who_has([_at(plan, i) for plan in plans], ranks)}. Every rank needs the same "
                 "parameters in the same order, with gradients of the same dtype and shape."
             )
+    return _difference_of_rows(plans, ranks)
+
+
+def _all_rows(plans: Sequence[Plan]) -> Rows:
+    """Return the rows of all plans, with what some rank knows of their layouts."""
+    found: dict[int, Layout] = {}
+    for i, layout in chain.from_iterable(plan.rows for plan in plans):
+        known = found.get(i, layout)
+        found[i] = tuple(b if a is None else a for a, b in zip(known, layout, strict=True))
+    return tuple(sorted(found.items()))
+
+
+def _difference_of_rows(plans: Sequence[Plan], ranks: Sequence[int]) -> str | None:
+    merged = dict(_all_rows(plans))
+    for i, layout in chain.from_iterable(plan.rows for plan in plans):
+        name, known = plans[0].entries[i].name, merged[i]
+        if any(b not in (None, a) for a, b in zip(known, layout, strict=True)):
+            return (
+                f"the rows of the gradient of {name!r} belong to different tensors: "
+                f"{_in_words(known)} on some ranks and {_in_words(layout)} on others"
+            )
+    for i in merged:
+        if any(plan.present[i] for plan in plans):
+            name = plans[0].entries[i].name
+            numbers = ranks or range(len(plans))
+            have = [r for r, plan in zip(numbers, plans, strict=True) if i in dict(plan.rows)]
+            return (
+                f"the gradient of {name!r} is sparse on {ranks_in_words(have)} and dense on "
+                "others: make it the same on all ranks, or pass sparse_as_dense=True"
+            )
     return None
+
+
+def _in_words(layout: Layout) -> str:
+    return " ".join(str(list(x) if isinstance(x, tuple) else x) for x in layout if x is not None)
 
 
 def _is_torn(plans: Sequence[Plan], i: int) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -52,7 +52,9 @@ from horo_lite.training.plan import (
     DEFAULT_BUCKET_BYTES,
     NOTHING,
     Entry,
+    Layout,
     Plan,
+    Rows,
     hash63,
     merge,
     who_has,
@@ -408,12 +410,20 @@ class Reducer:
         n_begun = len(self._step.handles)
         return self._agreed is not None and self._agreed.bucket_of.get(i, n_begun) < n_begun
 
-    def finish(self, note: Any = "", numbers: Hyperparameters = ()) -> Common:
+    def finish(
+        self,
+        note: Any = "",
+        numbers: Hyperparameters = (),
+        rows: Mapping[int, tuple[Layout, Any]] | None = None,
+    ) -> Common:
         """Exchange the remaining gradients, and wait for all results. Every rank calls it.
 
         Args:
             note: For the other ranks; has a text, and can be pickled.
             numbers: Those of this rank's optimizer, which must be equal on all.
+            rows: By index, the layout (see `Plan.rows`) and the values of the gradients of which
+                this rank has some rows. The ranks agree on the layouts here;
+                `sparse_rows.exchange` exchanges the rows afterwards.
 
         Returns:
             What the ranks have agreed on, with every rank's note.
@@ -422,7 +432,7 @@ class Reducer:
             MismatchError: The ranks' plans differ.
         """
         try:
-            common = self._finish(note, numbers)
+            common = self._finish(note, numbers, rows or {})
             self._n_steps += 1
         except (PeerLostError, StallError):
             raise  # this world can no longer be used
@@ -454,18 +464,23 @@ class Reducer:
             self._agreed = None
             self._step = self._new_step()
 
-    def _finish(self, note: Any, numbers: Hyperparameters) -> Common:
+    def _finish(
+        self, note: Any, numbers: Hyperparameters, rows: Mapping[int, tuple[Layout, Any]]
+    ) -> Common:
         self._overlap.end(self._step.began)
         try:
             read = self._read()
-            mine = self._describe(read)
+            if self._check_finite and rows:
+                self._scan(list(rows), [values for _, values in rows.values()])
+            mine = self._describe(read, tuple((i, rows[i][0]) for i in sorted(rows)))
         except Exception as error:
             self.fail(error)
         arrays, copied = read.arrays, read.copied
         if self._compares_later() and self._follow(mine, arrays, copied):
             self._record(arrays)
             notes = dict.fromkeys(self.group.transport.ranks, note)
-            return Common(mine, 0, notes, {}, True, False, False, False)
+            assert self._agreed is not None
+            return Common(self._agreed.plan, 0, notes, {}, True, False, False, False)
         common = self._agree(self._offer(mine, note, numbers))
         plan, n_begun = common.plan, common.n_begun
         if common.is_first and not n_begun:
@@ -529,10 +544,6 @@ class Reducer:
         self.abandon()
         raise error
 
-    def has_exchanged(self, i: int) -> bool:
-        """Return whether the last exchange contained the gradient of parameter i, of any rank."""
-        return self._agreed is not None and self._agreed.plan.present[i]
-
     def compare_hyperparameters(self, numbers: Hyperparameters) -> None:
         """Raise MismatchError on every rank if they differ. Collective."""
         self._agree(self._offer(NOTHING, numbers=numbers))
@@ -568,7 +579,7 @@ class Reducer:
 
     # This rank's gradients.
 
-    def _describe(self, own: Gradients) -> Plan:
+    def _describe(self, own: Gradients, rows: Rows) -> Plan:
         """Return the plan for this rank's gradients."""
         arrays = own.arrays
         present = tuple([array is not None for array in arrays])
@@ -578,7 +589,7 @@ class Reducer:
             ("memory", "host" if self._gpu() is None else "GPU"),
         )
         wire = self._compression.wire
-        key = (present, own.tensors.signature, tuple(own.overlaps), options, wire)
+        key = (present, own.tensors.signature, tuple(own.overlaps), options, wire, rows)
         if key not in self._plans:
             self._lent |= lent_by(self._adapter, self._parameters, own)
             if len(self._plans) == 8:  # the set of gradients changes all the time
@@ -594,6 +605,7 @@ class Reducer:
                 wire=wire,
                 options=options,
                 together=self._together,
+                rows=rows,
             )
         own.copied.update((i, arrays[i]) for i in self._lent if arrays[i] is not None)
         return self._plans[key]
@@ -639,11 +651,13 @@ class Reducer:
         Whatever a script has forgotten, to broadcast parameters or to distribute samples, it would
         raise no error.
         """
-        named = list(self._values(i for i, present in enumerate(plan.present) if present))
+        rows = dict(plan.rows)
+        trained = (i for i, present in enumerate(plan.present) if present or i in rows)
+        named = list(self._values(trained))
         differing = drift.differences(named, self.group, self._label) if named else None
         state = self._state and compare_states(self._state(), self.group, self._label)
         same = compare_samples(hash_of(arrays, self.group), self.group, self._label)
-        none = "" if any(plan.present) else _without_gradients(self._label)
+        none = "" if rows or any(plan.present) else _without_gradients(self._label)
         return [text for text in (differing, state, same, none) if text]
 
     def _values(self, chosen: Iterable[int]) -> Iterator[tuple[str, Any]]:
@@ -732,6 +746,8 @@ class Reducer:
         else:
             early = {i for bucket in plan.buckets[:begun] for i in bucket}
             batches = [tuple(i for i in mine.travelling if i not in early)]
+            if not batches[0]:  # only the rows differ from the plan
+                return False
             full, zeros = arrays, copied
         for batch in filter(None, batches):
             if not self._send(plan, batch, [full[i] for i in batch], follows):

@@ -13,6 +13,7 @@ from horo_lite.collectives.arrays import copy_of, gpu_of
 from horo_lite.collectives.reductions import Average, Sum
 from horo_lite.state.drift import DriftCheck
 from horo_lite.training.options import Options
+from horo_lite.training.plan import Layout, Rows
 from horo_lite.training.reducer import Reducer
 
 
@@ -45,8 +46,8 @@ class Transform:
         self._adapter = _SlotAdapter(copies)
         self._slots: list[_Slot] = []
         self._reducer: Reducer | None = None
-        self._note = ""  # for the other ranks
-        self._notes: dict[int, str] = {}  # those of all ranks
+        self._rows: dict[int, tuple[Layout, Any]] = {}  # this rank's, for `Reducer.finish`
+        self._all_rows: Rows = ()  # of the last exchange's plan
         self._drift = DriftCheck(options.check_every, options.on_drift)
         self._n_calls = 0  # that have ended
 
@@ -67,8 +68,8 @@ class Transform:
         try:
             for slot, gradient in zip(self._slots, gradients, strict=True):
                 slot.grad = gradient
-            common = reducer.finish(self._note)
-            self._notes = common.notes
+            common = reducer.finish(rows=self._rows)
+            self._all_rows = common.plan.rows
             if common.some_begin:
                 self._drift.reset_counts()
                 self._drift.n_steps = self._n_calls

@@ -105,3 +105,19 @@ def test_parameters_without_memory_are_left_out_of_unasked_comparisons(kind: str
 
     (text,) = run_and_hear(2, run)[1]
     assert "the replicas differ after step 10: 1 of " in text
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_parameters_with_sparse_gradients_only_are_compared(differs: bool) -> None:
+    def run(group: Group) -> None:
+        table = torch.nn.Embedding(4, 2, sparse=True)
+        with torch.no_grad():
+            table.weight.fill_(group.rank if differs else 1)
+        inner = torch.optim.SparseAdam(table.parameters())
+        optimizer = DistributedOptimizer(inner, process_set=group)
+        if group.rank == 0:  # the other has no rows
+            table(torch.tensor([0, 1])).sum().backward()
+        optimizer.step()
+
+    heard = run_and_hear(2, run)[1]
+    assert ["the replicas differ before the exchange" in text for text in heard] == [True] * differs

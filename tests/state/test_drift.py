@@ -796,6 +796,24 @@ def test_torch_gradients_that_leave_early_are_looked_at_before_they_do(
     assert "optimizer 1, step 4)" in message
 
 
+def test_sparse_gradients_of_torch_are_looked_at() -> None:
+    torch = pytest.importorskip("torch")
+    import horo_lite.torch as hvd_torch
+
+    def run(group: Any) -> None:
+        table = torch.nn.Embedding(4, 2, sparse=True)
+        inner = torch.optim.SparseAdam(table.parameters())
+        optimizer = hvd_torch.DistributedOptimizer(
+            inner, table.named_parameters(), process_set=group, check_finite="raise"
+        )
+        loss = table(torch.tensor([0, 3])).sum()
+        (loss * (float("inf") if group.rank == 2 else 1)).backward()
+        optimizer.step()
+
+    message = raises_alike(3, run, hvd.NonFiniteError)
+    assert message.startswith("the gradient of 'weight' has 4 inf on rank 2, before averaging")
+
+
 @pytest.mark.mpi
 def test_between_hosts() -> None:
     """Hashes, votes, differences and repair over MPI; then an uncaught error."""

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from horo_lite.errors import MismatchError
-from horo_lite.training.plan import Entry, Plan, first_difference, merge
+from horo_lite.training.plan import Entry, Plan, Rows, first_difference, merge
 
 
 def entry(name: str, *shape: int, dtype: str = "float32", itemsize: int = 4) -> Entry:
@@ -24,6 +24,7 @@ def plan(
     wire: str = "none",
     present: tuple[bool, ...] | None = None,
     owners: tuple[int, ...] | None = None,
+    rows: Rows = (),
     **options: str,
 ) -> Plan:
     return Plan(
@@ -33,6 +34,7 @@ def plan(
         bucket_bytes,
         wire,
         tuple(options.items()),
+        rows=rows,
     )
 
 
@@ -143,6 +145,21 @@ def test_a_gradient_missing_on_some_ranks_is_taken_from_those_that_have_it() -> 
     assert together.digest == plan(entry("a", 2), entry("b", 3)).digest
 
 
+def test_rows_are_those_of_any_rank_with_what_some_rank_knows_of_them() -> None:
+    entries = entry("a", 2), Entry("b", "unknown", (), 0), Entry("c", "unknown", (), 0)
+    plans = [
+        plan(*entries, present=(True, False, False), rows=rows)
+        for rows in [((2, ("f4", None)),), ((1, (3,)), (2, ("f4", (5, 6)))), ()]
+    ]
+    together = merge(plans)
+    assert together.rows == ((1, (3,)), (2, ("f4", (5, 6))))
+    assert together.travelling == (0,)
+    assert together.digest not in {mine.digest for mine in (plans[0], plans[2])}
+    assert together == merge([together, *plans])
+    assert plans[2].lacks_only_some_of(plans[1])
+    assert not plans[1].lacks_only_some_of(plans[2])
+
+
 def test_missing_everywhere_stays_missing() -> None:
     mine = plan(entry("a", 2), Entry("b", "unknown", (), 0), present=(True, False))
     assert merge([mine, mine]).buckets == ((0,),)
@@ -198,6 +215,21 @@ def test_missing_everywhere_stays_missing() -> None:
                 plan(Entry("a", "unknown", (), 0), present=(False,)),
             ],
             "rank 2 has 'a' without a gradient",
+        ),
+        (
+            [
+                plan(entry("a", 2), present=(False,), rows=((0, ("f4", shape)),))
+                for shape in (None, (5, 6), (7, 6))
+            ],
+            "'a' belong to different tensors: f4 [5, 6] on some ranks and f4 [7, 6] on others",
+        ),
+        (
+            [
+                plan(entry("a", 2), present=(False,), rows=((0, (1,)),)),
+                plan(entry("a", 2)),
+                plan(entry("a", 2), present=(False,)),
+            ],
+            "the gradient of 'a' is sparse on rank 0 and dense on others",
         ),
         (
             [plan(entry("a", 2 + (rank == 7))) for rank in range(12)],
