@@ -9,7 +9,8 @@ result (the exchanges of its `init()` all use that one communicator, which a ran
 revokes), and a second agreement that the new world is complete.
 
 State comes from the rank that is furthest ahead: each rank counts the steps, assignments and
-commits that it has seen, in program order, which is the same on all ranks.
+commits that it has seen, in program order, which is the same on all ranks. Where ranks train on
+their own between averages (LocalSGD), it is one that has taken part in the last average.
 """
 
 from __future__ import annotations
@@ -190,6 +191,7 @@ class _Run:
             lost = _shrink(comm)
             if rank() == 0:
                 say(f"lost {ranks_in_words(lost)} of {n_ranks}. {error or ''}")
+            del error  # its traceback holds what the function had in memory
             n_ranks, event = size(), "loss was noticed"
 
     def _train_in_this_world(self, comm: Any, event: str) -> tuple[int, BaseException | None, Any]:
@@ -265,7 +267,7 @@ class _Run:
         """Give all ranks the state of the most advanced one."""
         state, group = self._state, world().group
         # A replacement's state is not used, as long as another rank is left.
-        progress = Progress(False, 0, 0) if self._is_new else state.progress()
+        progress = Progress(False, 0, 0, 0) if self._is_new else state.progress()
         everyone: list[Progress] = ops.allgather_object(progress, group=group)
         furthest = max(everyone)
         if not furthest.is_whole:
@@ -286,10 +288,11 @@ class _Run:
             say(f"going back to the last commit: {why}")
         if furthest.is_whole and furthest.n_commits:
             state.merge_ranks(root, is_new=self._is_new)
-        state.on_reset()
         if furthest.n_commits == 0 or not state.is_alike():
             state.sync(root)
         self._is_new = False
+        if state.on_reset() and not state.is_alike():
+            state.sync(root)
         if group.size < self._min_size:
             self._stop()
 

@@ -33,6 +33,7 @@ class Progress(NamedTuple):
     """How far a rank has advanced; comparable, since ranks were in lockstep."""
 
     is_whole: bool  # whether all steps have been counted, and no optimizer's state is lost
+    n_averaged: int  # steps of each `LocalSGD` up to its last average, which others may lack
     n_changes: int  # steps, assignments, records
     n_commits: int
 
@@ -237,12 +238,13 @@ class State:
         """
         self._callbacks.extend(callbacks)
 
-    def on_reset(self) -> None:
-        """Reset the samplers, and call the callbacks."""
+    def on_reset(self) -> bool:
+        """Reset the samplers, and call the callbacks; return whether there are any."""
         for sampler in self._samplers():
             sampler.reset()
         for callback in self._callbacks:
             callback()
+        return bool(self._callbacks)
 
     def _samplers(self) -> list[Sampler]:
         return [leaf for leaf in _leaves(self._things()) if isinstance(leaf, Sampler)]
@@ -258,7 +260,8 @@ class State:
         counts = any(_is_counter(value) for value in self._things().values())
         n_changes = self._n_changes + self._n_steps() - self._n_steps_before
         is_whole = not self.has_lost_shares() and (not counts or n_changes == self._n_at_count)
-        return Progress(is_whole and not has_lost_arrays, n_changes, self._n_commits)
+        n_averaged = sum(one.averaged_at for one in self._averagers())
+        return Progress(is_whole and not has_lost_arrays, n_averaged, n_changes, self._n_commits)
 
     def _has_lost_arrays(self) -> bool:
         """Return whether JAX has arrays without contents: of a step that failed, or given to it."""
@@ -278,9 +281,11 @@ class State:
 
         Collective.
         """
-        for leaf in _leaves(self._things()):
-            if hasattr(leaf, "merge_ranks"):
-                leaf.merge_ranks(root_rank, is_new=is_new)
+        for averager in self._averagers():
+            averager.merge_ranks(root_rank, is_new=is_new)
+
+    def _averagers(self) -> list[Any]:
+        return [leaf for leaf in _leaves(self._things()) if hasattr(leaf, "merge_ranks")]
 
     def has_lost_shares(self) -> bool:
         """Return whether an optimizer's state was divided between ranks of an earlier world."""

@@ -126,7 +126,7 @@ class GradientExchange:
         self.follow_world()
 
     def follow_world(self) -> None:
-        """Use the ranks of the current world; discard gradients of an earlier one."""
+        """Use the ranks of the current world."""
         self.group = group_of_member(self.options.group)
         self.active = self.group is not None and (self.group.size > 1 or step_record.is_on())
         self.slots: list[Slot] = []
@@ -138,7 +138,7 @@ class GradientExchange:
         self._differs = False  # as far as all ranks know
         for slot in self._of_id.values():
             slot.begin()
-            slot.view, slot.parameter.grad = None, None
+            slot.view = None
         _alone.discard(self)
         if not self.active:
             if is_initialized() and self.group is world().group:
@@ -791,6 +791,8 @@ def weight_in_backward(group: Group) -> float | None:
 def _follow_world() -> None:
     alive = {exchange for owner in _owner_of.values() if (exchange := owner()) is not None}
     for exchange in sorted(alive.union(_alone), key=lambda exchange: exchange.number):
+        for _, parameter in exchange._parameters():
+            parameter.grad = None  # the next passes would add to those of a step that was lost
         exchange.follow_world()
 
 

@@ -145,6 +145,11 @@ class LocalSGD:
         self._average(found, group, self._weight, f"local steps up to {self._n_steps}")
         return found.written()
 
+    @property
+    def averaged_at(self) -> int:
+        """The number of this rank's steps at its last average."""
+        return self._averaged_at
+
     def merge_ranks(self, root: int, *, is_new: bool) -> None:
         """Average what ranks have changed, after one was lost or has joined. Collective.
 

@@ -227,6 +227,25 @@ def test_who_is_furthest(alone, number) -> None:
     assert max(states, key=elastic.State.progress) is ahead
 
 
+def test_who_has_taken_part_in_the_last_average_is_furthest(alone) -> None:
+    """The others have only what they have learned themselves, however far they are."""
+    states = []
+    for _ in range(2):
+        weights = np.zeros(2)
+        local = hvd.LocalSGD([weights], every=3)
+        states.append(elastic.State(weights=weights, local=local, step=0))
+    behind, ahead = states
+    for state in states:
+        for _ in range(2):
+            state.weights += 1
+            state.step += 1
+            state.local.step()
+    ahead.local.average()  # in which the other one found that a rank was lost
+    assert max(states, key=elastic.State.progress) is ahead
+    behind.step += 1
+    assert max(states, key=elastic.State.progress) is ahead
+
+
 def test_optimizers_and_samplers_in_lists_count_too(alone) -> None:
     torch = pytest.importorskip("torch")
     weight, layer = Weight(2), torch.nn.Linear(1, 1)
@@ -270,6 +289,21 @@ def test_gradients_of_a_step_that_was_lost_are_gone() -> None:
     opt.step()  # what was synchronized is not exchanged again
     assert opt.speed[id(weight)].tolist() == [1.0, 1.0]
     hvd.shutdown()
+
+
+def test_gradients_of_a_world_of_one_rank_are_not_added_to_in_the_next(alone) -> None:
+    """A rank may join at a commit, before a loop that ends with zero_grad() has come to it."""
+    torch = pytest.importorskip("torch")
+    import horo_lite.torch
+
+    layer = torch.nn.Linear(1, 1)
+    opt = horo_lite.torch.DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=1.0))
+    layer(torch.ones(1)).backward()
+    hvd.shutdown()
+    hvd.init()
+    layer(torch.ones(1)).backward()
+    assert layer.bias.grad.item() == 1
+    del opt
 
 
 def test_a_digest_tells_any_difference(alone) -> None:
@@ -842,7 +876,15 @@ import horo_lite as hvd
 me = hvd.init().rank
 weights = np.zeros(3)
 local = hvd.LocalSGD([weights], every=5)
-state = hvd.elastic.State(weights=weights, local=local, step=0)
+own = np.full(1, me)  # such as what the rank's optimizer keeps
+state = hvd.elastic.State(weights=weights, own=own, local=local, step=0)
+
+def reset():
+    found = weights.tolist(), own.tolist()
+    assert hvd.allgather_object(found) == [found] * hvd.size(), "callbacks see the same state"
+    own[:] = hvd.size()
+
+state.register_reset_callbacks([reset])
 
 @hvd.elastic.run
 def train(state):
@@ -850,6 +892,7 @@ def train(state):
         if (me, state.step) in [(2, 6), (0, 9)]:
             os.kill(os.getpid(), signal.SIGKILL)
         weights[:] += 10.0 ** me
+        own[:] += me
         state.step += 1
         local.step()
     local.average()
