@@ -307,10 +307,13 @@ class Reducer:
         self._given = list(parameters)
         # TensorFlow's variables may have the same names, by which compressors keep their state.
         twice = Counter(name for name, _ in parameters)
+        before = {id(parameter): name for name, parameter in self._parameters}
         self._parameters = [
             (name if twice[name] == 1 else f"{name} ({i})", parameter)
             for i, (name, parameter) in enumerate(parameters)
         ]
+        if any(before.get(id(parameter), name) != name for name, parameter in self._parameters):
+            self._compression.reset()  # what it keeps by a name belongs to another parameter
         self._together = tuple(together)
         self._plans: dict[object, Plan] = {}
         self._lent: set[int] = set()

@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 from home_made import SGD, Parameter
+from launch import run_threads
 from worlds import on_ranks
 
 import horo_lite as hvd
+from horo_lite.collectives.group import Group
 
 pytestmark = [pytest.mark.served, pytest.mark.timeout(60)]
 
@@ -124,6 +126,25 @@ def misuse() -> None:
     with pytest.raises(ValueError, match="every rank passed weight 0"):
         opt.step(weight=0)
     assert x.data.tolist() == [0, 0, 0]
+
+
+def test_what_is_left_over_does_not_go_to_another_parameter() -> None:
+    """Names are places in a list, so those of later parameters change if one is removed."""
+
+    def train(group: Group) -> list[list[float]]:
+        params = [zeros((8,)) for _ in range(2)]
+        inner, received = SGD(params), []
+        opt = hvd.DistributedOptimizer(inner, compression=compressor("top-k"), group=group)
+        params[0].grad[...] = np.arange(10, 18) + group.rank
+        opt.step()
+        del params[0]
+        for value in (0, 1 + group.rank):
+            params[0].grad[...] = value * np.arange(8)
+            opt.step()
+            received.append(params[0].grad.tolist())
+        return received
+
+    assert run_threads(2, train) == 2 * [[8 * [0], [*7 * [0], 10.5]]]
 
 
 class Raises(hvd.Compressor):
