@@ -123,7 +123,11 @@ def is_due(step: int, every: int, op: AnyOp, compression: Compressor) -> bool:
         and step % every == 0
         and op in (Average, Sum)
         and compression.wire not in QUANTIZED
-        and not (compression.exchanges or isinstance(compression, OwnCompressor))
+        and not isinstance(compression, OwnCompressor)
+        and not any(
+            getattr(type(compression), hook) is not getattr(Compressor, hook)
+            for hook in ("prepare", "restore", "exchange")
+        )
     )
 
 

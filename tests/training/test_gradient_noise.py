@@ -237,10 +237,19 @@ def test_without_the_variable_nothing_is_exchanged(
         run_threads(2, lambda group: train(group, 8))
 
 
+class Sign(hvd.Compressor):
+    """Sends something else than the gradient."""
+
+    def prepare(self, name: str, gradient: np.ndarray) -> None:
+        np.sign(gradient, out=gradient)
+
+
 def test_what_is_no_average_of_gradients_is_not_measured() -> None:
+    none = hvd.Compression.none
+    kinds = (hvd.Compression.int8, hvd.Average), (Sign("sign"), hvd.Average), (none, hvd.Max)
+
     def rank(group: Group) -> int:
-        for compression in (hvd.Compression.int8, hvd.Compression.none):
-            op = hvd.Average if compression is hvd.Compression.int8 else hvd.Max
+        for compression, op in kinds:
             reducer, parameter = one(group, op=op, compression=compression)
             for step in range(3):
                 parameter.grad = noisy(group, step, 1).astype(np.float32)
