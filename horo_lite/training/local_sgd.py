@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from horo_lite import ops
+from horo_lite._native import Tensors
 from horo_lite.adapters import adapter_of, from_numpy, to_host
+from horo_lite.adapters.object import NO_ORDER
 from horo_lite.collectives.compression import COMPRESSORS, Compression, Compressor
 from horo_lite.errors import warn
 from horo_lite.state import drift
@@ -128,7 +130,7 @@ class LocalSGD:
             DriftError: The parameters were not equal on all ranks when training began, or those of
                 the last average are not.
             MismatchError: The ranks have taken different numbers of steps, or have different
-                parameters.
+                parameters, or some that share memory on one rank only.
         """
         self._is_passed |= params is not None
         found = _Found(self._params if params is None else params)
@@ -140,7 +142,7 @@ class LocalSGD:
         if self._n_steps == self._averaged_at:
             return found.written()
         group = ops.ranks_of(self._group)
-        before = list(zip(self._names, self._anchors, strict=True))
+        before = list(zip(found.places(), self._anchors, strict=True))
         drift.compare(before, group=group, on_drift="raise", needs_all=False)
         self._average(found, group, self._weight, f"local steps up to {self._n_steps}")
         return found.written()
@@ -273,6 +275,18 @@ class _Found:
 
     def by_device(self) -> list[list[int]]:
         return [places for places in self._places.by_device() if places]
+
+    def places(self) -> list[str]:
+        """Return the names, and which of the arrays are in the memory of others (tied weights).
+
+        An array shared on one rank and separate on another cannot hold the same values.
+        """
+        places = list(self.names)
+        for chosen in self.by_device():
+            tensors = Tensors([self.values[i] for i in chosen], stream=NO_ORDER)
+            for first, second, distance, _ in tensors.overlaps():
+                places[chosen[second]] += f", {distance} bytes from {self.names[chosen[first]]}"
+        return places
 
     def written(self) -> Any:
         """Return the tree with what is in `values` now."""

@@ -185,6 +185,18 @@ def test_mistakes_are_errors_on_every_rank() -> None:
         run_threads(2, out_of_step)
     assert all(isinstance(error, MismatchError) for error in failed.value.errors.values())
 
+    def tied_on_one_rank(group: Group) -> None:
+        weights = [np.zeros(3), np.zeros(3)]
+        if group.rank:
+            weights[1] = weights[0]
+        local = hvd.LocalSGD(weights, every=1, group=group)
+        weights[0] += 1
+        local.step()
+
+    with pytest.raises(RanksFailedError, match=r"\[1\], 0 bytes from \[0\]") as failed:
+        run_threads(2, tied_on_one_rank)
+    assert all(isinstance(error, MismatchError) for error in failed.value.errors.values())
+
 
 def test_wrong_arguments() -> None:
     for options in ({"every": 0}, {"every": 2, "outer_lr": 0.0}, {"every": 2, "outer_momentum": 1}):
