@@ -742,6 +742,7 @@ class Reducer:
         plan = self._agreed.plan
         follows = mine == plan
         begun = len(self._step.handles)
+        more = ""
         if follows or mine.lacks_only_some_of(plan):
             full, zeros = list(arrays), dict(copied)
             self._fill(plan, full, zeros)
@@ -751,9 +752,11 @@ class Reducer:
             batches = [tuple(i for i in mine.travelling if i not in early)]
             if not batches[0]:  # only the rows differ from the plan
                 return False
+            if rows := [mine.entries[i].name for i, _ in set(mine.rows) - set(plan.rows)]:
+                more = f", with rows of {_some_of(sorted(rows))}"
             full, zeros = arrays, copied
         for batch in filter(None, batches):
-            if not self._send(plan, batch, [full[i] for i in batch], follows):
+            if not self._send(plan, batch, [full[i] for i in batch], follows, more):
                 return False
             follows = True
         for handle in self._step.handles:
@@ -899,12 +902,17 @@ class Reducer:
             self._send(agreed.plan, bucket, arrays)
 
     def _send(
-        self, plan: Plan, bucket: tuple[int, ...], arrays: list[Any], follows: bool = True
+        self,
+        plan: Plan,
+        bucket: tuple[int, ...],
+        arrays: list[Any],
+        follows: bool = True,
+        more: str = "",
     ) -> bool:
         names = [plan.entries[i].name for i in bucket]
         handles = self._step.handles
         number = len(handles) + 1
-        label = f"{self._label}, bucket {number} of {len(plan.buckets)} ({_some_of(names)})"
+        label = f"{self._label}, bucket {number} of {len(plan.buckets)} ({_some_of(names)}){more}"
         division = self._division(bucket)
         if not follows:
             sent = self._exchange(arrays, names, label, follows=False, division=division)

@@ -760,6 +760,31 @@ def optimizers() -> None:
             stream(one, slots, usual)
             holds(slots)
 
+    # Rows, which travel in host memory here.
+    for n_dense in (1, 3):  # one bucket, or three
+        one, slots = reducer()
+        dense: list[int | None] = [900 if i < n_dense else None for i in range(6)]
+
+        def step(
+            here: bool, one: Reducer = one, slots: list[Slot] = slots, dense: Any = dense
+        ) -> Any:
+            for i, (slot, size) in enumerate(zip(slots, dense, strict=True)):
+                slot.grad = None if size is None else on_gpu(np.full(size, group.rank + i))
+            return one.finish(rows={5: ((1, "float32"), None)} if here else {}).plan.rows
+
+        agreed = ((5, (1, "float32")),)
+        for here in (False, True, False, True, True):
+            for _ in range(2):
+                assert step(here) == (agreed if here else ())
+                holds(slots[:n_dense])
+        for _ in range(3):  # one rank lacks them
+            assert step(not odd) == agreed
+            holds(slots[:n_dense])
+        for _ in range(2):
+            assert step(False) == ()
+        settles(lambda: step(odd), hvd.MismatchError, "with rows of p5")
+        usable(group)
+
 
 class Values(fake_device.FakeGpuAdapter):
     def value(self, parameter: Slot) -> Any:
