@@ -369,9 +369,10 @@ class _DistributedOptimizer(Sharing):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         exchange = self._exchange
-        parts = exchange.inner(), exchange.named(), exchange.options.groups
-        inner, named, groups = copy.deepcopy(parts, memo)
-        return _wrapped(inner, named, replace(exchange.options, groups=groups))
+        options = exchange.options
+        parts = exchange.inner(), exchange.named(), options.groups, options.compression
+        inner, named, groups, compression = copy.deepcopy(parts, memo)
+        return _wrapped(inner, named, replace(options, groups=groups, compression=compression))
 
 
 class _Scales:

@@ -357,7 +357,10 @@ class DistributedOptimizer(Wrapper):
                 "what is copied, too"
             )
         parts = {name: getattr(own, name) for name in ("inner", "parameters", "named_parameters")}
-        return _rebuilt(type(self), own.copied(**copy.deepcopy(parts, memo)))
+        # What a compressor keeps belongs to one optimizer.
+        compression = copy.deepcopy(own.options.compression, memo)
+        options = replace(own.options, compression=compression)
+        return _rebuilt(type(self), own.copied(options=options, **copy.deepcopy(parts, memo)))
 
 
 # For help() and editors, which would otherwise show that of __new__; without `self`.

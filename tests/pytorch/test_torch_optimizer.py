@@ -25,7 +25,7 @@ torch = pytest.importorskip("torch")
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import horo_lite  # noqa: E402
-from horo_lite.collectives.compression import Compression  # noqa: E402
+from horo_lite.collectives.compression import Compression, Compressor  # noqa: E402
 from horo_lite.collectives.group import Group  # noqa: E402
 from horo_lite.collectives.reductions import Average, Min, Sum  # noqa: E402
 from horo_lite.errors import MismatchError  # noqa: E402
@@ -425,10 +425,23 @@ def test_a_new_parameter_has_no_name_of_one_that_was_freed() -> None:
     assert run_threads(2, rank) == [[*names, "param_groups[1][0]"]] * 2
 
 
+class SendsHalf(Compressor):
+    """Keeps the other half of a gradient for the next step."""
+
+    def __init__(self) -> None:
+        super().__init__("half")
+        self.left_over: dict[str, Any] = {}
+
+    def prepare(self, name: str, gradient: Any) -> None:
+        gradient += self.left_over.get(name, 0)
+        gradient *= 0.5
+        self.left_over[name] = gradient.copy()
+
+
 def test_copies_wrap_copies() -> None:
     def rank(group: Group) -> None:
         net = network()
-        optimizer = wrap(sgd(net, momentum=0.9), group, net)
+        optimizer = wrap(sgd(net, momentum=0.9), group, net, compression=SendsHalf())
         loss_of(net, *samples(group.rank)).backward()
         optimizer.step()
         net2, optimizer2 = copy.deepcopy([net, optimizer], {id(group): group})

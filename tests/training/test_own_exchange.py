@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import runpy
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,23 @@ def test_what_is_left_over_does_not_go_to_another_parameter() -> None:
         return received
 
     assert run_threads(2, train) == 2 * [[8 * [0], [*7 * [0], 10.5]]]
+
+
+def test_a_copy_has_a_compressor_of_its_own() -> None:
+    def train(group: Group) -> list[float]:
+        original = SGD([zeros((8,))])
+        opt = hvd.DistributedOptimizer(original, compression=compressor("top-k"), group=group)
+        original.params[0].grad[...] = np.arange(10, 18) + group.rank
+        opt.step()  # leaves 16.5 as the largest
+        received = []
+        for each in copy.deepcopy(opt), opt:
+            (p,) = each.params
+            p.grad[...] = 0
+            each.step()
+            received.append(float(p.grad.max()))
+        return received
+
+    assert run_threads(2, train) == 2 * [[16.5, 16.5]]
 
 
 class Raises(hvd.Compressor):
