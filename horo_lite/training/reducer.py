@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from weakref import WeakSet
 
 import numpy as np
 
@@ -30,6 +31,7 @@ from horo_lite.collectives.reductions import (
     Sum,
     checked_weight,
 )
+from horo_lite.context import on_renewed
 from horo_lite.errors import MismatchError, NonFiniteError, PeerLostError, StallError, warn
 from horo_lite.recording import recorder
 from horo_lite.state import drift
@@ -284,6 +286,7 @@ class Reducer:
         self._step = self._new_step()
         self.bind(parameters)
         group.counting.add(self)
+        _alive.add(self)
 
     def _compress_with(self, compression: Compressor) -> None:
         self._compression = compression.for_steps() if self._feeds_back else compression
@@ -977,6 +980,18 @@ class Reducer:
         for i, owner in enumerate(plan.owners):
             if plan.present[i] and owner in copied:
                 self._adapter.set_gradient(self._parameters[i][1], copied[owner])
+
+
+_alive: WeakSet[Reducer] = WeakSet()
+
+
+def _follow_world() -> None:
+    """Forget what compressors keep: a step may have ended on some ranks, and others are new."""
+    for reducer in list(_alive):
+        reducer._compression.reset()
+
+
+on_renewed(_follow_world)
 
 
 def _warn_of_one_host(group: Group, compression: Compressor) -> None:

@@ -165,6 +165,25 @@ def test_a_copy_has_a_compressor_of_its_own() -> None:
     assert run_threads(2, train) == 2 * [[16.5, 16.5]]
 
 
+def renewed() -> list[dict[str, Any]]:
+    own = compressor("top-k")
+    for _ in range(2):
+        hvd.init()
+        before = dict(own.left_over)
+        opt = hvd.DistributedOptimizer(SGD([p := zeros((8,))]), compression=own)
+        p.grad[...] = 1 + hvd.rank()
+        opt.step()
+        hvd.shutdown()
+    return [before, own.left_over]
+
+
+def test_a_new_world_begins_with_nothing_left_over() -> None:
+    """In which ranks may be new, after a step that ended on some only: see elastic.run."""
+    for before, after in on_ranks(renewed, 2):
+        assert before == {}
+        assert list(after) == ["params[0]"]
+
+
 class Raises(hvd.Compressor):
     def exchange(self, names: Any, gradients: Any, ranks: hvd.Ranks) -> None:
         ranks.average(gradients)
