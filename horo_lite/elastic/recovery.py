@@ -291,7 +291,8 @@ class _Run:
         if furthest.n_commits == 0 or not state.is_alike():
             state.sync(root)
         self._is_new = False
-        if state.on_reset() and not state.is_alike():
+        state.on_reset()
+        if not state.is_alike():  # a callback has not done the same everywhere
             state.sync(root)
         if group.size < self._min_size:
             self._stop()

@@ -238,13 +238,12 @@ class State:
         """
         self._callbacks.extend(callbacks)
 
-    def on_reset(self) -> bool:
-        """Reset the samplers, and call the callbacks; return whether there are any."""
+    def on_reset(self) -> None:
+        """Reset the samplers, and call the callbacks."""
         for sampler in self._samplers():
             sampler.reset()
         for callback in self._callbacks:
             callback()
-        return bool(self._callbacks)
 
     def _samplers(self) -> list[Sampler]:
         return [leaf for leaf in _leaves(self._things()) if isinstance(leaf, Sampler)]

@@ -181,15 +181,19 @@ class LocalSGD:
         changes = [_copy(x) for x in found.values]
         for change, old in zip(changes, self._anchors, strict=True):
             change -= old
-        for places in found.by_device():
-            ops.grouped_allreduce_(
-                [changes[i] for i in places],
-                name=label,
-                compression=self._compression,
-                names=[self._names[i] for i in places],
-                weight=weight,
-                group=group,
-            )
+        try:
+            for places in found.by_device():
+                ops.grouped_allreduce_(
+                    [changes[i] for i in places],
+                    name=label,
+                    compression=self._compression,
+                    names=[self._names[i] for i in places],
+                    weight=weight,
+                    group=group,
+                )
+        except BaseException:
+            self._compression.reset()  # what it keeps is of changes that no rank may have received
+            raise
         if not self._averaged_at and not hash_of(changes, group) and group.rank == 0:
             warn(
                 f"no parameter has changed on any rank in {label}, as LocalSGD sees them: if the "

@@ -136,6 +136,23 @@ def test_fp16_and_what_is_left_over() -> None:
         assert (tree["n"], tree["rate"], tree["none"]) == (3 + rank, 1.5, None)
 
 
+def test_what_is_left_over_of_an_average_that_fails_is_forgotten(monkeypatch) -> None:
+    """It belongs to changes that no rank may have received."""
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise hvd.PeerLostError("a rank has died")
+
+    weights, forgotten = np.zeros(3, np.float32), []
+    hvd.init()
+    local = hvd.LocalSGD([weights], every=1, compression=hvd.Compression.int8)
+    monkeypatch.setattr(hvd.ops, "grouped_allreduce_", fail)
+    monkeypatch.setattr(type(local._compression), "reset", lambda self: forgotten.append(self))
+    with pytest.raises(hvd.PeerLostError):
+        local.step()
+    assert len(forgotten) == 1
+    hvd.shutdown()
+
+
 def test_arrays_that_the_optimizer_replaces_are_told() -> None:
     def train(group: Group, *, passes: bool) -> list[NDArray[np.float64]]:
         weights = [np.zeros(3)]
