@@ -84,7 +84,9 @@ class Replacements:
                 if comm.rank == 0:
                     port = MPI.Open_port()
                     peer.send(port, 1)
-                merged.append(ours.Accept(port).Merge(high=False))
+                joined = ours.Accept(port).Merge(high=False)
+                _meet(joined)
+                merged.append(joined)
 
         thread = threading.Thread(target=accept, name="horo_lite accept", daemon=True)
         thread.start()
@@ -140,12 +142,24 @@ def join() -> Any:
         port = _word(peer)  # sent at the others' next commit
         watch.resume()
         comm = MPI.COMM_SELF.Connect(port).Merge(high=True)
+        _meet(comm)
         if _word(peer) != _GO:
             _leave()
     except MPI.Exception:  # the rank that started it is dead
         _leave()
     watch.end()
     return comm
+
+
+def _meet(comm: Any) -> None:
+    """Exchange a message with the last rank of `comm`, the new one; that one with all others.
+
+    Before its first message to a process that was spawned, Open MPI asks the launcher how to reach
+    it, and waits forever if it has died meanwhile: then Revoke would not end either.
+    """
+    new = comm.size - 1
+    for other in range(new) if comm.rank == new else [new]:
+        comm.Sendrecv(bytearray(1), other, recvbuf=bytearray(1), source=other)
 
 
 def _word(peer: Any) -> str:

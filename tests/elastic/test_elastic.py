@@ -748,6 +748,32 @@ def test_replacements_and_those_who_started_them_may_die() -> None:
     assert ends == [f"{i} {sizes} {sizes[first:]}" for i, first in enumerate([1, 2, 6])]
 
 
+DIES_AS_SOON_AS_IT_HAS_JOINED = """
+if new and str(os.listdir()).count("one more") < 2:
+    import threading
+    from horo_lite.elastic import recovery
+    open(f"one more {os.getpid()}", "w").close()
+
+    def renew(comm, renew=recovery.renew):
+        threading.Timer(0.002, os.kill, [os.getpid(), 9]).start()
+        renew(comm)
+
+    recovery.renew = renew
+"""
+
+
+@pytest.mark.launches
+@needs_ulfm
+def test_replacements_may_die_as_soon_as_they_have_joined() -> None:
+    """Open MPI must know by then how to reach them: it would wait forever to be told."""
+    ends = grow(
+        "if (me, state.step) == (1, 3): os.kill(os.getpid(), 9)",
+        full="hvd.size() == 3 and 2 in state.sizes",
+        start=DIES_AS_SOON_AS_IT_HAS_JOINED,
+    )
+    assert [end[:11] for end in ends] == [f"{i} [3, 2, 3]" for i in range(3)]
+
+
 @pytest.mark.launches
 @needs_ulfm
 def test_a_replacement_that_never_comes_holds_nobody_up() -> None:
