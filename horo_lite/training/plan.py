@@ -245,11 +245,12 @@ def _all_rows(plans: Sequence[Plan]) -> Rows:
 def _difference_of_rows(plans: Sequence[Plan], ranks: Sequence[int]) -> str | None:
     merged = dict(_all_rows(plans))
     for i, layout in chain.from_iterable(plan.rows for plan in plans):
-        name, known = plans[0].entries[i].name, merged[i]
-        if any(b not in (None, a) for a, b in zip(known, layout, strict=True)):
+        if any(b not in (None, a) for a, b in zip(merged[i], layout, strict=True)):
+            texts = [_in_words(dict(plan.rows).get(i, ("no rows",))) for plan in plans]
             return (
-                f"the rows of the gradient of {name!r} belong to different tensors: "
-                f"{_in_words(known)} on some ranks and {_in_words(layout)} on others"
+                f"the rows of the gradient of {plans[0].entries[i].name!r} belong to different "
+                f"tensors: {who_has(texts, ranks)}. Every rank needs the same parameters in the "
+                "same order."
             )
     for i in merged:
         if any(plan.present[i] for plan in plans):

@@ -221,7 +221,8 @@ def test_missing_everywhere_stays_missing() -> None:
                 plan(entry("a", 2), present=(False,), rows=((0, ("f4", shape)),))
                 for shape in (None, (5, 6), (7, 6))
             ],
-            "'a' belong to different tensors: f4 [5, 6] on some ranks and f4 [7, 6] on others",
+            "'a' belong to different tensors: "
+            "rank 0 has f4, rank 1 has f4 [5, 6], rank 2 has f4 [7, 6]. Every rank needs",
         ),
         (
             [
