@@ -26,7 +26,7 @@ def notify_at_end(task: int, exchange: GradientExchange) -> None:
     known = _passes.get(task)
     if known is None:
         compiled = sys.modules.get("torch._dynamo.compiled_autograd")
-        if compiled is not None and compiled.in_compiled_autograd_region:
+        if getattr(compiled, "in_compiled_autograd_region", False):
             raise RuntimeError(
                 "gradients cannot be exchanged in a backward() that compiled autograd executes, "
                 "since it does not report its end: turn torch._dynamo.config.compiled_autograd off"

@@ -18,6 +18,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from torch.distributed import _functional_collectives as functional
 
 import horo_lite as hvd
 import horo_lite.torch
+from horo_lite.torch.distributed import ProcessGroup
 
 warnings.simplefilter("ignore", FutureWarning)  # names that torch 2.13 has replaced
 Group = Any
@@ -754,6 +756,17 @@ def connecting_late() -> Iterator[None]:
     assert len(connected.read_text()) == hvd.size() - 1
 
 
+def test_devices_of_a_new_group() -> None:
+    """PyTorch 2.15 asks as it creates a group, and would record with the backend of a device."""
+    asked: list[Any] = []
+    with patch.object(
+        ProcessGroup, "_set_group_desc", lambda self, _: asked.append(self._device_types)
+    ):
+        group = dist.new_group()
+    assert asked == [[]], asked
+    assert group._device_types == [torch.device("cpu")]
+
+
 def main() -> None:
     by_mpi = "RANK" not in os.environ
     with connecting_late() if by_mpi else nullcontext():
@@ -782,6 +795,7 @@ def main() -> None:
         same(part, gloo)
         test_errors(part)
         test_what_gloo_cannot(part)
+    test_devices_of_a_new_group()
     alone = dist.new_group([1])
     if rank == 1:
         x = torch.full((3,), 4.0)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import importlib.util
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -60,6 +61,19 @@ def disable(function: Callable[..., Any] | None = None, *_: object, **__: object
 
 def graph_break(*_: object, **__: object) -> None:
     """Do nothing: outside of compiled functions, neither does the compiler's."""
+
+
+def allow_generators() -> None:
+    """Do as torch._prims does, without which PyTorch refuses to create a generator."""
+    from torch import _C
+
+    for name, metaclass in (
+        ("torch._custom_class_base", "CustomClassBaseMeta"),  # from 2.15 on
+        ("torch._opaque_base", "OpaqueBaseMeta"),
+    ):
+        if importlib.util.find_spec(name):
+            _C._set_generator_metaclass(getattr(importlib.import_module(name), metaclass))
+            return
 
 
 def execute_uncollected(loader: Loader, module: ModuleType) -> None:
@@ -121,10 +135,7 @@ class Finder(MetaPathFinder, Loader):
         if module.__name__ == COMPILER:
             module.__dict__.update(disable=disable, graph_break=graph_break)
         elif module.__name__ == "torch._meta_registrations":
-            from torch import _C, _opaque_base
-
-            # Without it, PyTorch refuses to create a generator. torch._prims does the same.
-            _C._set_generator_metaclass(_opaque_base.OpaqueBaseMeta)
+            allow_generators()
 
 
 class Imported(Loader):

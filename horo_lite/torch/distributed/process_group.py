@@ -184,7 +184,9 @@ class ProcessGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
+        # None while torch creates the group: from 2.15 on, it would have the backend of a device
+        # in C++ record its operations.
+        return [torch.device("cpu")] if self in dist.distributed_c10d._world.pg_map else []
 
     @property
     def supports_splitting(self) -> bool:
