@@ -75,6 +75,14 @@ const ElementType* bytes_of(const std::string& name, size_t n_bytes) {
   return element_type(name, DType::kUInt8, n_bytes, false);
 }
 
+// Whether torch has yet to negate the values in memory, which DLPack does not say.
+bool is_negated(nb::handle array) {
+  static PyObject* const is_neg = PyUnicode_InternFromString("is_neg");
+  nb::object negated = nb::steal(PyObject_CallMethodObjArgs(array.ptr(), is_neg, nullptr));
+  if (!negated.is_valid()) PyErr_Clear();
+  return negated.ptr() == Py_True;
+}
+
 // The type of dtypes that the core has none for; nullptr if it cannot move them either.
 const ElementType* type_of_dlpack(nb::dlpack::dtype type) {
   static const char* const floats[] = {"e3m4",     "e4m3", "e4m3b11fnuz", "e4m3fn",
@@ -119,6 +127,8 @@ Tensors::Tensors(nb::sequence arrays, bool writable, std::optional<intptr_t> str
     for (nb::handle array : arrays) {
       if (add_buffer(index, array, writable, nullptr)) {
         // NumPy, and other arrays in host memory.
+      } else if (is_negated(array)) {
+        throw nb::value_error((at(index) + "its negation is still pending: pass x.resolve_neg()").c_str());
       } else if (add_exchanged(index, array, stream.has_value())) {
         objects_.push_back(nb::borrow(array));
       } else if (nb::hasattr(array, "__dlpack__")) {
@@ -282,13 +292,6 @@ bool Tensors::add_exchanged(size_t index, nb::handle array, bool may_be_on_devic
     }
   }
   if (exchange_ == nullptr) return false;
-  static PyObject* const is_neg = PyUnicode_InternFromString("is_neg");
-  nb::object negated = nb::steal(PyObject_CallMethodObjArgs(array.ptr(), is_neg, nullptr));
-  if (!negated.is_valid()) {
-    PyErr_Clear();
-  } else if (negated.ptr() == Py_True) {  // DLPack does not say so
-    throw nb::value_error((at(index) + "its negation is still pending: pass x.resolve_neg()").c_str());
-  }
   nb::dlpack::dltensor tensor{};
   if (exchange_(array.ptr(), &tensor) != 0) {
     PyErr_Clear();  // __dlpack__ raises a better error

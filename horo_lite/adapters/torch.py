@@ -23,9 +23,6 @@ _NUMPY_LACKS = {
     if name.startswith(("bfloat16", "complex32", "float8_"))
 }
 
-# The core reads tensors through DLPack's table of C functions, many times faster than by NumPy.
-HAS_TABLE = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
-
 
 def parameters_of(param_groups: Sequence[dict[str, Any]]) -> Named:
     """Return an optimizer's parameters, by the names that it knows, or by their places."""
@@ -93,7 +90,7 @@ class TorchAdapter(Adapter):
                 "the layer with sparse=False, or the gradient with .to_dense() before step()"
             )
         gradient = resolved(parameter)
-        return gradient if HAS_TABLE else _memory(gradient)
+        return gradient.detach() if gradient.requires_grad else gradient
 
     def set_gradient(self, parameter: Any, array: Array) -> None:
         parameter.grad = self.from_numpy(array, parameter)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from horo_lite.adapters.torch import HAS_TABLE, TorchAdapter, resolved
+from horo_lite.adapters.torch import TorchAdapter
 from horo_lite.torch import bucket_views
 from horo_lite.torch.passes import graph_task
 
@@ -129,10 +129,7 @@ class SlotAdapter(TorchAdapter):
         gradient = slot.parameter.grad if slot.touched else None
         if gradient is None or gradient.layout is not torch.strided:
             return None
-        gradient = resolved(slot.parameter)
-        if gradient.requires_grad:  # from backward(create_graph=True)
-            gradient = gradient.detach()
-        return gradient if HAS_TABLE else super().gradient(slot.parameter)
+        return super().gradient(slot.parameter)
 
     def set_gradient(self, slot: Any, array: Any) -> None:
         is_own, slot.touched = slot.touched, True

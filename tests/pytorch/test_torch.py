@@ -467,11 +467,18 @@ def test_from_numpy_and_to_host() -> None:
     assert made.tolist() == [1.5, 2.0]
 
 
-def test_lazily_negated_tensors_are_refused() -> None:
+class OfOlderVersion(torch.Tensor):
+    """One that is exported as by PyTorch before 2.10: by a method, not by a table of functions."""
+
+    __dlpack_c_exchange_api__ = None
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor, OfOlderVersion])
+def test_lazily_negated_tensors_are_refused(kind: type[torch.Tensor]) -> None:
     """Their memory holds the opposite of their values."""
 
     def reduce(group: Group) -> None:
-        x = torch._neg_view(torch.ones(3))
+        x = torch._neg_view(torch.ones(3).as_subclass(kind))
         with pytest.raises(ValueError, match="resolve_neg"):
             ops.allreduce_(x, group=group)
         assert torch.equal(ops.allreduce(x.resolve_neg(), Sum, group=group), torch.full((3,), -2.0))
