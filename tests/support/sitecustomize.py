@@ -52,9 +52,10 @@ def disable(function: Callable[..., Any] | None = None, *_: object, **__: object
     def disabled(*args: object, **kwargs: object) -> Any:
         return function(*args, **kwargs)
 
-    skip = eval_frame._FrameAction.SKIP
-    both = eval_frame._FrameExecStrategy(skip, skip)
-    eval_frame.set_code_exec_strategy(disabled.__code__, both)
+    if hasattr(eval_frame, "_FrameExecStrategy"):  # from PyTorch 2.7 on
+        skip = eval_frame._FrameAction.SKIP
+        both = eval_frame._FrameExecStrategy(skip, skip)
+        eval_frame.set_code_exec_strategy(disabled.__code__, both)
     disabled._torchdynamo_disable = True  # type: ignore[attr-defined]
     return disabled
 
