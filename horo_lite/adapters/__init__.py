@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import array
+import re
 import sys
 from collections.abc import Iterable
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -131,6 +133,30 @@ def _load(name: str) -> Adapter | None:
         )
         return None
     return adapter
+
+
+def needs(framework: ModuleType, oldest: str) -> None:
+    """Raise ImportError if a framework is older than the oldest release known to work.
+
+    Its adapter calls this, which every use of the framework imports, so that nothing fails later
+    with an error about a name that this release lacks.
+    """
+    name = framework.__name__.partition(".")[0]
+    found = getattr(framework, "__version__", None)
+    if found is None:
+        from importlib.metadata import version  # takes 50 ms
+
+        found = version(name)
+    if _numbers(found) < _numbers(oldest):
+        raise ImportError(
+            f"horo_lite needs {name} {oldest} or later, and this is {found}: "
+            f"pip install '{name}>={oldest}'"
+        )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Return the numbers of a release that order it, without those of a development version."""
+    return tuple(map(int, re.findall(r"\d+", re.split(r"[^\d.]", version)[0])))
 
 
 def from_numpy(array: np.ndarray[Any, Any], like: object) -> Any:

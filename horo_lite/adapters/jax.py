@@ -13,8 +13,10 @@ import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path, tree_unflatten
 
 from horo_lite import _native
+from horo_lite.adapters import needs
 from horo_lite.adapters.object import NO_ORDER, Adapter, Named
 
+needs(jax, "0.7.2")  # until then XLA ends the process at some compiled functions with a callback
 Tree = TypeVar("Tree")
 Array = Any
 

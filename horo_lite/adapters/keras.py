@@ -7,9 +7,10 @@ from typing import Any
 import keras
 import numpy as np
 
-from horo_lite.adapters import changed, to_host
+from horo_lite.adapters import changed, needs, to_host
 from horo_lite.adapters.object import Array, Held, Named, VariablesAdapter
 
+needs(keras, "3.10")
 KINDS = (keras.Variable, keras.layers.Layer, keras.optimizers.Optimizer)
 
 

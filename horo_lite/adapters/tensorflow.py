@@ -7,7 +7,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from horo_lite.adapters import needs
 from horo_lite.adapters.object import Adapter, Array, Named
+
+needs(tf, "2.15.1")
 
 
 def array_of(tensor: Any) -> np.ndarray[Any, Any]:

@@ -6,12 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import tinygrad
 from tinygrad import Tensor, dtypes
 from tinygrad.engine.realize import capturing
 from tinygrad.nn.optim import Optimizer
 from tinygrad.nn.state import get_state_dict
 
+from horo_lite.adapters import needs
 from horo_lite.adapters.object import Adapter, Array, Named
+
+needs(tinygrad, "0.13")
 
 
 class TinygradAdapter(Adapter):

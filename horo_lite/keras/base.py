@@ -21,7 +21,9 @@ is_keras2 = (
     os.environ.get("TF_USE_LEGACY_KERAS", "") in ("1", "true", "True")
     or sys.modules.get("tf_keras") is not None
 )
-keras: Any = import_module("tf_keras" if is_keras2 else "keras")
+_name = "tf_keras" if is_keras2 else "keras"
+keras: Any = import_module(_name)
+import_module(f"horo_lite.adapters.{_name}")  # an ImportError if this release is too old
 
 
 class Averaging(Sharing):

@@ -200,6 +200,38 @@ def test_a_framework_that_is_not_what_it_was_harms_no_other(
     assert type(adapters.adapter_of(Weight(0))) is Adapter  # registered once
 
 
+@pytest.mark.parametrize(
+    ("oldest", "older", "later"),
+    [
+        ("0.7.2", "0.6.2 0.7.1 0.7 0.7.1.dev20250901", "0.7.2 0.7.2.dev1 0.10.2"),
+        ("3.10", "3.9.2", "3.10.0 4"),
+    ],
+)
+def test_a_framework_that_is_too_old_is_an_error_that_names_both_releases(
+    oldest: str, older: str, later: str
+) -> None:
+    framework: Any = types.ModuleType("frame.core")
+    for framework.__version__ in older.split():
+        with pytest.raises(ImportError) as raised:
+            adapters.needs(framework, oldest)
+        told = f"horo_lite needs frame {oldest} or later, and this is {framework.__version__}:"
+        assert str(raised.value).startswith(told)
+    for framework.__version__ in later.split():
+        adapters.needs(framework, oldest)
+
+
+def test_arrays_of_a_framework_that_is_too_old_are_refused_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    old = types.ModuleType("keras")
+    old.__version__ = "2.15.0"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "keras", old)
+    monkeypatch.setattr(adapters, "_loaded", {})
+    monkeypatch.delitem(sys.modules, "horo_lite.adapters.keras", raising=False)
+    with pytest.warns(RuntimeWarning, match=r"needs keras 3\.10 or later, and this is 2\.15\.0"):
+        assert type(adapters.adapter_of(Weight(0))) is Adapter
+
+
 def test_a_framework_that_may_not_be_imported_is_not_missed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
