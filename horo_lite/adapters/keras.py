@@ -8,7 +8,7 @@ import keras
 import numpy as np
 
 from horo_lite.adapters import changed, needs, to_host
-from horo_lite.adapters.object import Array, Held, Named, VariablesAdapter
+from horo_lite.adapters.object import Array, Held, Named, VariablesAdapter, named_variables
 
 needs(keras, "3.10")
 KINDS = (keras.Variable, keras.layers.Layer, keras.optimizers.Optimizer)
@@ -25,7 +25,7 @@ class KerasAdapter(VariablesAdapter):
     def parameters(self, owner: Any) -> Named:
         # Not `variables`, which also contains seeds: each rank must have noise of its own.
         if isinstance(owner, keras.layers.Layer):
-            return [(variable.path, variable) for variable in owner.weights]
+            return named_variables(owner.weights)
         if isinstance(owner, keras.optimizers.Optimizer):
             if _is_divided(owner):
                 common: Named = owner.common_variables
@@ -40,7 +40,8 @@ class KerasAdapter(VariablesAdapter):
         return [("the state of all ranks", Held(owner.state_to_send, owner.receive_state))]
 
     def variables(self, optimizer: Any) -> Named:
-        return [(variable.path, variable) for variable in optimizer.variables]
+        # Their names contain the whole paths of the model's: see named_variables.
+        return [(f"variables[{i}]", variable) for i, variable in enumerate(optimizer.variables)]
 
     def state(self, optimizer: Any) -> Any | None:
         if _is_divided(optimizer):
@@ -63,7 +64,7 @@ class KerasAdapter(VariablesAdapter):
         if not isinstance(owner, keras.layers.Layer):
             return None
         variables = owner.weights if buffers else owner.trainable_weights
-        return [(variable.path, variable) for variable in variables]
+        return named_variables(variables)
 
     def value(self, parameter: Any) -> Array:
         if parameter._value is None and keras.backend.backend() == "jax":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -315,6 +316,23 @@ class VariablesAdapter(Adapter):
     def set_state(self, optimizer: Any, state: Any) -> None:
         for (_, variable), array in zip(self.variables(optimizer), state, strict=True):
             self.set_value(variable, array)
+
+
+def named_variables(variables: Iterable[Any]) -> Named:
+    """Name variables of Keras or TensorFlow by their places and names, alike on all ranks.
+
+    A whole path differs if one rank has loaded a model and the others have built it: what Keras
+    loads has no part for the model, and layers without names are numbered by each process.
+    """
+    return [
+        (f"{_own_name(variable)} ({i})".lstrip(), variable) for i, variable in enumerate(variables)
+    ]
+
+
+def _own_name(variable: Any) -> str:
+    path = getattr(variable, "path", None) or getattr(variable, "name", "")  # eager tensors: none
+    parts = str(path).partition(":")[0].split("/")[-2:]
+    return "/".join(re.sub(r"_\d+$", "", part) for part in parts)
 
 
 def name_leaves(tree: Any, place: str) -> Named:

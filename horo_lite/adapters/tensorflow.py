@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from horo_lite.adapters import needs
-from horo_lite.adapters.object import Adapter, Array, Named
+from horo_lite.adapters.object import Adapter, Array, Named, named_variables
 
 needs(tf, "2.15.1")
 
@@ -32,14 +32,14 @@ class TensorflowAdapter(Adapter):
 
     def parameters(self, owner: Any) -> Named:
         if isinstance(owner, tf.Module):
-            return [(variable.name, variable) for variable in owner.variables]
+            return named_variables(owner.variables)
         return []
 
     def replica(self, owner: Any, buffers: bool) -> Named | None:
         if not isinstance(owner, tf.Module):
             return None
         variables = owner.variables if buffers else owner.trainable_variables
-        return [(variable.name, variable) for variable in variables]
+        return named_variables(variables)
 
     def value(self, parameter: Any) -> Array:
         tensor = parameter.value() if isinstance(parameter, tf.Variable) else parameter

@@ -6,7 +6,7 @@ from typing import Any
 
 import tf_keras
 
-from horo_lite.adapters.object import Named, VariablesAdapter
+from horo_lite.adapters.object import Named, VariablesAdapter, named_variables
 from horo_lite.adapters.tensorflow import TensorflowAdapter
 
 OPTIMIZERS = (tf_keras.optimizers.Optimizer, tf_keras.optimizers.legacy.Optimizer)
@@ -22,18 +22,18 @@ class TfKerasAdapter(VariablesAdapter, TensorflowAdapter):
 
     def parameters(self, owner: Any) -> Named:
         if isinstance(owner, tf_keras.layers.Layer):
-            return [(variable.name, variable) for variable in owner.weights]
+            return named_variables(owner.weights)
         if isinstance(owner, OPTIMIZERS):
             found = owner.variables
             found = found() if callable(found) else found  # a method in the legacy family
-            return [(variable.name, variable) for variable in found]
+            return named_variables(found)
         return []
 
     def replica(self, owner: Any, buffers: bool) -> Named | None:
         if not isinstance(owner, tf_keras.layers.Layer):
             return None
         variables = owner.weights if buffers else owner.trainable_weights
-        return [(variable.name, variable) for variable in variables]
+        return named_variables(variables)
 
 
 ADAPTER = TfKerasAdapter()

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from horo_lite.adapters.object import named_variables
 from horo_lite.collectives.compression import compressor_of
 from horo_lite.collectives.group import Group
 from horo_lite.collectives.reductions import Adasum
@@ -78,11 +79,11 @@ class GradientAverager:
     def __call__(
         self,
         variables: Sequence[Any],
-        names: Sequence[str],
         gradients: Sequence[Any],
         weight: Any = None,
         like: Any = None,
         values: Sequence[Any] | None = None,
+        names: Sequence[str] = (),
     ) -> list[Any]:
         """Return the gradients that the optimizer is to apply; every rank calls it.
 
@@ -104,6 +105,7 @@ class GradientAverager:
         _, sent, restored = options.compression.compressed(
             [scaled(results[i], 1 / factor) for i in averaged]
         )
+        names = names or [name for name, _ in named_variables(variables)]
         of = [names[i] for i in averaged]
 
         known = variables if values is None else values

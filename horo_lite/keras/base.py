@@ -61,8 +61,9 @@ class Averaging(Sharing):
         elif any(getattr(part, "global_clipnorm", None) for part in parts):
             reason = "global_clipnorm scales all gradients by a norm over all; clipnorm does not"
         if reason:
+            path = getattr(var, "path", None) or var.name
             raise ValueError(
-                f"{self.__class__.__name__} cannot have local variables such as {name_of(var)!r}: "
+                f"{self.__class__.__name__} cannot have local variables such as {path!r}: "
                 f"{reason}. Local gradients differ between ranks, so all variables would diverge"
             )
         self._averager.register_local([var])
@@ -118,8 +119,3 @@ def forget_compiled_steps(optimizer: Any) -> None:
         is_model = hasattr(type(model), "make_train_function")
         if is_model and getattr(model, "optimizer", None) is optimizer:
             model.train_function = None
-
-
-def name_of(variable: Any) -> str:
-    """Return the name that identifies a variable between ranks."""
-    return getattr(variable, "path", None) or str(variable.name)

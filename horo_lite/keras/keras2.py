@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from horo_lite.horovod.gradients import GradientAverager
-from horo_lite.keras.base import Averaging, name_of
+from horo_lite.keras.base import Averaging
 from horo_lite.state.wrapper import sharing
 
 
@@ -73,7 +73,7 @@ class AveragingOptimizer(Averaging):
     def _averaged(self, pairs: list[Any], weight: Any = None) -> list[Any]:
         variables = [variable for _, variable in pairs]
         gradients = [gradient for gradient, _ in pairs]
-        averages = self._averager(variables, list(map(name_of, variables)), gradients, weight)
+        averages = self._averager(variables, gradients, weight)
         return list(zip(averages, variables, strict=True))
 
     def _add(self, pairs: list[Any], apply: Any) -> Any:

@@ -22,7 +22,6 @@ from horo_lite.keras.base import (
     forget_compiled_steps,
     is_of_keras2,
     keras,
-    name_of,
 )
 from horo_lite.keras.sharded_state import ShardedState
 from horo_lite.ops import barrier
@@ -387,8 +386,7 @@ class AveragingOptimizer(Averaging):
             return grads
         # What a rank without any gradient receives is of the same kind as its variables.
         like = None if any(g is not None for g in grads) else variables[0].value
-        names = list(map(name_of, variables))
-        return self._averager(variables, names, grads, weight, like, values)
+        return self._averager(variables, grads, weight, like, values)
 
     # Every backend's Keras optimizer calls these two methods in this order, the second one with the
     # sum over the passes.
@@ -404,7 +402,7 @@ class AveragingOptimizer(Averaging):
         variables = self._accumulated
         if self._passes > 1 and variables is not None:
             sums = [scaled(gradient, self._sum_of) for gradient in grads]
-            grads = self._averager(variables, list(map(name_of, variables)), sums)
+            grads = self._averager(variables, sums)
         return super()._clip_gradients(grads)  # type: ignore[misc]
 
     def save_own_variables(self, store: Any) -> None:

@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from horo_lite.adapters.object import named_variables
 from horo_lite.context import is_initialized
 from horo_lite.horovod.process_sets import group_of_member
-from horo_lite.keras.base import keras, name_of
+from horo_lite.keras.base import keras
 from horo_lite.state.wrapper import DividedState
 from horo_lite.training.sharding import (
     check_not_lost,
@@ -218,7 +219,7 @@ class ShardedState(DividedState):
         if is_compiled or division.rest is None:
             check_not_lost(group, self._ranks(), "a saved model")
             return
-        named = [(name_of(v), v) for v in self._trainable_variables]
+        named = named_variables(self._trainable_variables)
         dealt = [f"{name!r}: rank {division.owners[id(v)]}" for name, v in named]
         label = self._label("division")
         compare_division(group, label, dealt, named, self._common_state, is_new=division.is_new)
@@ -257,7 +258,7 @@ class ShardedState(DividedState):
         owners = [division.owners[id(variable)] for variable in variables]
         # The first one's owner has updated what all variables share.
         owners += [owners[0]] * len(division.shared)
-        named = [*((name_of(v), v) for v in variables), *division.named_shared]
+        named = [*named_variables(variables), *division.named_shared]
         label = self._label("variables")
         if keras.backend.backend() != "jax":
             receive_values(division.group, label, owners, named)
@@ -277,7 +278,7 @@ class ShardedState(DividedState):
 
     def register_local_var(self, var: Any) -> None:
         raise ValueError(
-            f"{name_of(var)!r} cannot be a local variable of an optimizer with shard_state=True, "
+            f"{var.path!r} cannot be a local variable of an optimizer with shard_state=True, "
             "of which each rank updates its share only: give local variables an optimizer of "
             "their own"
         )
@@ -309,8 +310,9 @@ class ShardedState(DividedState):
         """Those that are the same on all ranks, with names."""
         division = self._division
         if division is None:
-            return [(variable.path, variable) for variable in self._variables]
-        known = [(v.path, v) for v in self._variables if any(v is x for x in division.before)]
+            return [(f"variables[{i}]", variable) for i, variable in enumerate(self._variables)]
+        before = [v for v in self._variables if any(v is x for x in division.before)]
+        known = [(f"variables[{i}]", variable) for i, variable in enumerate(before)]
         return known + division.named_shared
 
     def layout(self) -> list[Any]:

@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from horo_lite import ops
+from horo_lite.adapters.object import named_variables
 from horo_lite.adapters.tensorflow import array_of
 from horo_lite.collectives.compression import Compression
 from horo_lite.collectives.group import Group
@@ -246,14 +247,11 @@ class DistributedGradientTape:
         """
         gradients = self._tape.gradient(target, sources, output_gradients, unconnected_gradients)
         variables = tf.nest.flatten(sources)
-        names = [
-            f"sources[{i}]" if use_generic_names else _name(source, i)
-            for i, source in enumerate(variables)
-        ]
+        names = [f"sources[{i}]" for i in range(len(variables))] if use_generic_names else ()
         averager = GradientAverager(self._transform_of(variables), self._scale_local)
         averager.register_local(self._local)
         found = tf.nest.flatten(gradients)
-        averages = averager(variables, names, found, weight)
+        averages = averager(variables, found, weight, names=names)
         return tf.nest.pack_sequence_as(gradients, averages)
 
     def _transform_of(self, sources: Sequence[Any]) -> Transform:
@@ -460,7 +458,7 @@ def _assign(
                 f"{what} changes tf.Variables, but variables[{i}] is "
                 f"{type(variable).__name__}: call broadcast(), which returns a new tensor"
             )
-    names = [_name(variable, i) for i, variable in enumerate(variables)]
+    names = [name for name, _ in named_variables(variables)]
     tensors = [tf.convert_to_tensor(variable) for variable in variables]
     for name, x in zip(names, tensors, strict=True):
         check_dtype(f"{what}, {name!r}", x)
@@ -521,10 +519,3 @@ def _layout(rows: _Rows) -> Layout:
     """Describe such rows, for a rank that has none."""
     shape = None if rows.dense_shape is None else tuple(int(n) for n in rows.dense_shape)
     return rows.values.dtype.name, rows.values.shape[1:], rows.indices.dtype.name, shape
-
-
-def _name(variable: Any, i: int) -> str:
-    try:
-        return str(getattr(variable, "path", None) or variable.name)
-    except AttributeError:  # an eager tensor
-        return f"sources[{i}]"
