@@ -138,6 +138,7 @@ class Allreduce(Call):
     of_gradients: bool = False  # warn if ranks have the same in the first call; record steps
     parameters: tuple[str, ...] = ()  # names of the last inputs, which are compared, and not sent
     broadcast_later: bool = False  # the parameters, between the first call and the second
+    owner: object = None  # of the gradients: those of one with the same names are counted together
 
     in_place = True
     elementwise = True
@@ -222,7 +223,7 @@ class Allreduce(Call):
         group = self.ranks()
         if not self.of_gradients or group.size == 1:
             return None
-        return _AllExchanges.of(group).of_names[self.names]
+        return _AllExchanges.of(group).known[self.owner, self.names]
 
     def _record(self, averages: Sequence[Array], parameters: Sequence[tuple[str, Array]]) -> None:
         """Record the step, if that is wanted."""
@@ -286,7 +287,7 @@ class Allreduce(Call):
 
 
 class _Exchanges:
-    """The exchanges of gradients with some names, as far as all ranks have made them."""
+    """The exchanges of an owner's gradients with some names, as far as all ranks have made them."""
 
     def __init__(self) -> None:
         self.is_first = True  # the next one
@@ -298,12 +299,12 @@ class _AllExchanges:
     """Those of a group."""
 
     def __init__(self, group: Group) -> None:
-        self.of_names: dict[tuple[str, ...], _Exchanges] = defaultdict(_Exchanges)
+        self.known: dict[tuple[object, tuple[str, ...]], _Exchanges] = defaultdict(_Exchanges)
         group.counting.add(self)
 
     def reset_counts(self) -> None:
         """Begin anew: all ranks have joined, after different calls."""
-        self.of_names.clear()
+        self.known.clear()
 
     @classmethod
     def of(cls, group: Group) -> _AllExchanges:

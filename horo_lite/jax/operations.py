@@ -108,6 +108,7 @@ def average_gradients(
     group: Group | None = None,
     parameters: Any = None,
     broadcast_later: bool = False,
+    owner: object = None,
 ) -> Tree:
     """Return `tree` with every array replaced by its average (or sum) over all ranks.
 
@@ -125,6 +126,7 @@ def average_gradients(
             warns if they differ.
         broadcast_later: Whether they are not compared in the first call, since they are broadcast
             after it, as by Horovod's callbacks.
+        owner: What has these gradients, such as an optimizer: calls are counted for each.
 
     Raises:
         MismatchError: The ranks' trees differ; it names the first leaf that does.
@@ -138,6 +140,7 @@ def average_gradients(
         compression,
         of_gradients=True,
         broadcast_later=broadcast_later,
+        owner=owner,
     )
     return _reduced(tree, call, weight, parameters)
 

@@ -42,6 +42,7 @@ class Transform:
     ) -> None:
         self.options = options
         self._feeds_back = feeds_back
+        self._owner = object()  # without what is in this one, since compiled functions keep it
         self._title = title
         self._adapter = _SlotAdapter(copies)
         self._slots: list[_Slot] = []
@@ -125,6 +126,7 @@ class Transform:
             group=None if self.options.group is None else self.options.ranks,
             parameters={k: getattr(x, "value", x) for k, (_, x) in zip(keys, values, strict=False)},
             broadcast_later=True,
+            owner=self._owner,
         )
         return [averages.get(key) for key in keys]
 
