@@ -10,7 +10,10 @@ from weakref import WeakSet
 import numpy as np
 import torch
 
+from horo_lite.adapters import needs
 from horo_lite.adapters.object import Adapter, Array, Held, Named, RunningStatistics
+
+needs(torch, "2.4")
 
 # The attribute of a gradient that holds its version after backward() last added to it.
 _MARK = "_horo_lite_version"
