@@ -347,7 +347,7 @@ def check_broadcast_writes_variables(made: Maker) -> None:
     for call in (hvd.broadcast_, hvd.broadcast_variables):
         with pytest.raises(TypeError, match=rf"{call.__name__} changes tf.Variables"):
             made(partial(call, [integer, tf.constant(1.0)], root))()
-        with pytest.raises(TypeError, match=r"'text:0'.*dtype string"):
+        with pytest.raises(TypeError, match=r"'text \(0\)'.*dtype string"):
             made(partial(call, [tf.Variable("a", name="text")], root))()
     array = np.full(3, RANK)
     assert hvd.broadcast_(array, root) is array
@@ -539,7 +539,7 @@ def check_a_rank_without_rows() -> None:
     longer = tf.Variable(np.ones((5 if RANK == 0 else 4, 3), np.float32))
     with tf.GradientTape() as tape:
         loss = tf.reduce_sum(tf.gather(longer, [0]))
-    with pytest.raises(hvd.MismatchError, match=r"\[5, 3\].* on some ranks and .*\[4, 3\]"):
+    with pytest.raises(hvd.MismatchError, match=r"\[5, 3\], rank.* has .*\[4, 3\]"):
         hvd.DistributedGradientTape(tape).gradient(loss, longer)
     assert hvd.allreduce(float(RANK), op=hvd.Sum).numpy() == RANKS.sum()
 
@@ -612,7 +612,7 @@ def check_what_a_tape_knows_lasts_for_all_steps(made: Maker) -> None:
         same, different = told
         assert "all gradients are the same" in same
         assert "(gradients of a tape)" in same
-        assert "'w:0'" in different
+        assert "'w (0)'" in different
         assert "after step 10" in different, different
 
 
@@ -659,7 +659,9 @@ def check_a_tape_without_gradients(made: Maker) -> None:
     for weight in ({}, {"weight": RANK + 1}):
         assert made(partial(found, y, **weight))() == [None]
     if SIZE > 1 and made is tf.function:  # eagerly it counts as zeros
-        with pytest.raises(tf.errors.OpError, match=r"rank 0 has only 0 parameters, rank.* 'x:0'"):
+        with pytest.raises(
+            tf.errors.OpError, match=r"rank 0 has only 0 parameters, rank.* 'x \(0\)'"
+        ):
             made(partial(found, x if RANK else y))()
     (square,) = made(partial(found, x))()
     np.testing.assert_array_equal(square, [2.0])
