@@ -135,11 +135,11 @@ def _load(name: str) -> Adapter | None:
     return adapter
 
 
-def needs(framework: ModuleType, oldest: str) -> None:
+def needs(framework: ModuleType, oldest: str, what: str = "horo_lite") -> None:
     """Raise ImportError if a framework is older than the oldest release known to work.
 
     Its adapter calls this, which every use of the framework imports, so that nothing fails later
-    with an error about a name that this release lacks.
+    with an error about a name that this release lacks; and `what` needs a newer one than the rest.
     """
     name = framework.__name__.partition(".")[0]
     found = getattr(framework, "__version__", None)
@@ -149,7 +149,7 @@ def needs(framework: ModuleType, oldest: str) -> None:
         found = version(name)
     if _numbers(found) < _numbers(oldest):
         raise ImportError(
-            f"horo_lite needs {name} {oldest} or later, and this is {found}: "
+            f"{what} needs {name} {oldest} or later, and this is {found}: "
             f"pip install '{name}>={oldest}'"
         )
 

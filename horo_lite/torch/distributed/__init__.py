@@ -12,9 +12,15 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
+import torch
+
 from horo_lite import context, ops
+from horo_lite.adapters import needs
 from horo_lite.start import groups, session, stall
 from horo_lite.torch.distributed.process_group import ProcessGroup
+
+# With 2.4, DDP waits for a process group written in Python while it holds the GIL: a deadlock.
+needs(torch, "2.9", "the backend horo_lite of torch.distributed")
 
 __all__ = ["ProcessGroup", "new_process_group", "rendezvous"]
 
