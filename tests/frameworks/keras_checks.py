@@ -413,7 +413,8 @@ def check_files() -> None:
 def model_of_rank(path: str, family: Any) -> Any:
     """Return the model of a file on rank 0, and another one on the others."""
     if world.rank > 0:
-        return compiled(hvd.DistributedOptimizer(family.Adam(0.5)))
+        # With tf_keras, learning rates are not broadcast, and compared before the first batch.
+        return compiled(hvd.DistributedOptimizer(family.Adam(0.02 if is_keras2 else 0.5)))
     model = hvd.load_model(path)
     model.optimizer.learning_rate = 0.02
     return model
