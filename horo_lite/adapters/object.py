@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -319,20 +318,36 @@ class VariablesAdapter(Adapter):
 
 
 def named_variables(variables: Iterable[Any]) -> Named:
-    """Name variables of Keras or TensorFlow by their places and names, alike on all ranks.
+    """Name variables of Keras or TensorFlow by layer, name and place, alike on all ranks.
 
-    A whole path differs if one rank has loaded a model and the others have built it: what Keras
-    loads has no part for the model, and layers without names are numbered by each process.
+    Whole paths differ if one rank has loaded a model and the others have built it: what Keras loads
+    has no part for the model, and each process numbers layers without names as it makes them. Here
+    those with the same name are numbered from 0, in the order in which they were made.
     """
-    return [
-        (f"{_own_name(variable)} ({i})".lstrip(), variable) for i, variable in enumerate(variables)
-    ]
+    variables = list(variables)
+    # Eager tensors have no names.
+    paths = (getattr(x, "path", None) or getattr(x, "name", "") for x in variables)
+    return list(zip(_own_names(tuple(map(str, paths))), variables, strict=True))
 
 
-def _own_name(variable: Any) -> str:
-    path = getattr(variable, "path", None) or getattr(variable, "name", "")  # eager tensors: none
-    parts = str(path).partition(":")[0].split("/")[-2:]
-    return "/".join(re.sub(r"_\d+$", "", part) for part in parts)
+@lru_cache(256)
+def _own_names(paths: tuple[str, ...]) -> list[str]:
+    parts = [path.partition(":")[0].rpartition("/") for path in paths]
+    layers = [_layer(path.rpartition("/")[2]) for path, _, _ in parts]
+    numbers: dict[str, list[int]] = {}
+    for base, number in sorted(set(layers)):
+        numbers.setdefault(base, []).append(number)
+    names = []
+    for i, ((base, number), (_, _, own)) in enumerate(zip(layers, parts, strict=True)):
+        n = numbers[base].index(number)
+        names.append(f"{base}_{n}/{own} ({i})" if n else f"{base}/{own} ({i})".lstrip("/ "))
+    return names
+
+
+def _layer(name: str) -> tuple[str, int]:
+    """Split off the number that Keras gives to all but the first layer of a name."""
+    base, _, number = name.rpartition("_")
+    return (base, int(number)) if base and number.isdecimal() else (name, -1)
 
 
 def name_leaves(tree: Any, place: str) -> Named:

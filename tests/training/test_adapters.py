@@ -16,6 +16,7 @@ from launch import run_threads
 import horo_lite as hvd
 from horo_lite import adapters
 from horo_lite.adapters import Adapter, register_adapter
+from horo_lite.adapters.object import named_variables
 from horo_lite.collectives.group import Group
 
 
@@ -230,6 +231,21 @@ def test_arrays_of_a_framework_that_is_too_old_are_refused_with_a_warning(
     monkeypatch.delitem(sys.modules, "horo_lite.adapters.keras", raising=False)
     with pytest.warns(RuntimeWarning, match=r"needs keras 3\.10 or later, and this is 2\.15\.0"):
         assert type(adapters.adapter_of(Weight(0))) is Adapter
+
+
+def names_of(*paths: str) -> list[str]:
+    return [name for name, _ in named_variables(types.SimpleNamespace(path=p) for p in paths)]
+
+
+def test_variables_have_the_same_names_whether_a_model_was_built_or_loaded() -> None:
+    built = names_of("model/dense/kernel", "model/dense/bias", "model/dense_1/kernel", "model/w_1")
+    loaded = names_of("dense_9/kernel", "dense_9/bias", "dense_10/kernel", "model/w_1")
+    assert loaded == built == ["dense/kernel (0)", "dense/bias (1)", "dense_1/kernel (2)", built[3]]
+    assert built[3] == "model/w_1 (3)"
+    # The same layers in another order are not the same.
+    one, other = names_of("block_1/w", "block_2/w"), names_of("block_2/w", "block_1/w")
+    assert not set(one) & set(other)
+    assert names_of("", "Variable:0") == ["(0)", "Variable (1)"]  # of TensorFlow
 
 
 def test_a_framework_that_may_not_be_imported_is_not_missed(
