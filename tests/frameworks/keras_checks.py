@@ -1068,10 +1068,7 @@ def check_shard_state_in_files() -> None:
     # One rank alone continues from a file, and others get its state.
     resumed = compiled(hvd.DistributedOptimizer(adam(), shard_state=True))
     if world.rank == world.size - 1:
-        keep = hvd.load_model(path, shard_state=True)
-        resumed.set_weights(keep.get_weights())
-        resumed.optimizer.build(resumed.trainable_variables)
-        resumed.optimizer.set_weights(values_of(keras.models.load_model(path).optimizer))
+        resumed = hvd.load_model(path, shard_state=True)
     for model in (divided, whole, loaded):
         fit(model, epochs=1)
     fit(resumed, epochs=1, callbacks=broadcast(world.size - 1))
