@@ -144,9 +144,12 @@ def needs(framework: ModuleType, oldest: str, what: str = "horo_lite") -> None:
     name = framework.__name__.partition(".")[0]
     found = getattr(framework, "__version__", None)
     if found is None:
-        from importlib.metadata import version  # takes 50 ms
+        from importlib.metadata import PackageNotFoundError, version  # takes 50 ms
 
-        found = version(name)
+        try:
+            found = version(name)
+        except PackageNotFoundError:  # of a checkout, which is taken as it is
+            return
     if _numbers(found) < _numbers(oldest):
         raise ImportError(
             f"{what} needs {name} {oldest} or later, and this is {found}: "

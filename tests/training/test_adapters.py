@@ -219,6 +219,7 @@ def test_a_framework_that_is_too_old_is_an_error_that_names_both_releases(
         assert str(raised.value).startswith(told)
     for framework.__version__ in later.split():
         adapters.needs(framework, oldest)
+    adapters.needs(types.ModuleType("frame"), oldest)  # of unknown version
 
 
 def test_arrays_of_a_framework_that_is_too_old_are_refused_with_a_warning(
