@@ -13,6 +13,8 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace horo {
@@ -67,6 +69,13 @@ inline Vector<float> load_halves(const Packed<Half>* from) {
 }
 inline void store_halves(Packed<Half>* to, Vector<float> x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+}
+#elif defined(__aarch64__)
+inline Vector<float> load_halves(const Packed<Half>* from) {
+  return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(reinterpret_cast<const uint16_t*>(from))));
+}
+inline void store_halves(Packed<Half>* to, Vector<float> x) {
+  vst1_u16(reinterpret_cast<uint16_t*>(to), vreinterpret_u16_f16(vcvt_f16_f32(x)));
 }
 #else
 inline Vector<float> load_halves(const Packed<Half>* from) {
