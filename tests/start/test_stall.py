@@ -563,14 +563,18 @@ def test_time_for_which_a_rank_was_stopped_is_no_wait_in_init(
 def test_a_rank_that_is_stopped_at_the_beginning_of_its_wait_has_not_waited() -> None:
     """Before the engine, which looks at the clock now and then, has seen that it waits."""
     body = """
-import signal, threading
+import pathlib, signal, threading
 limit_waits(2.2)
 pid = hvd.broadcast_object(os.getpid())
+received = pathlib.Path(__file__).with_name("received")
 if rank == 0:
+    while not received.exists():  # a root does not wait until all others have received
+        time.sleep(0.001)
     handle = hvd.allreduce_async(np.ones(3))
     time.sleep(0.01)  # its engine has announced that, and is idle
     threading.Timer(0.005, os.kill, (pid, signal.SIGSTOP)).start()
 else:
+    received.touch()
     while open(f"/proc/{pid}/stat").read().rsplit(")")[1].split()[0] != "T":
         time.sleep(0.01)
     time.sleep(2.5)

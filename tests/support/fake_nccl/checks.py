@@ -550,7 +550,7 @@ def leaves_nothing(me: Rank) -> None:
 
 if __name__ == "__main__":
     _, rank, size, folder, *checks = sys.argv
-    faulthandler.dump_traceback_later(30, exit=True)  # if it hangs
+    faulthandler.dump_traceback_later(150, exit=True)  # if it hangs
     me = Rank(int(rank), int(size), Path(folder))
     for check in checks:
         globals()[check](me)
