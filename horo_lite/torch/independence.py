@@ -10,6 +10,7 @@ import copy
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import islice, repeat
 from typing import Any, NamedTuple
 
@@ -30,7 +31,8 @@ _INDEPENDENT = {
 """What torch's optimizers update independently of each other."""
 OF_EACH = ("params", "param_names")
 """What a group of parameters has for each of them; the rest are options."""
-_N_STEPS = 8  # some look at other parameters from the second step on only
+_N_STEPS = (8, 32)  # some look at others from the second step on only; more, if nothing changes
+_N_COPIES = 3  # some combine a parameter with the next one, or with the next but one
 _N_TRIED = 6  # parameters of a group
 _SIZE = 4096  # elements of each; optimizers with 8-bit state keep float32 for smaller ones
 _ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-6}
@@ -67,12 +69,16 @@ class _Outcome(NamedTuple):
     state: dict[tuple[int, str], tuple[Any, bool]]  # flat, and whether it is in the same shape
     numbers: dict[tuple[int, str], Any]  # in the options of each group
 
+    def differs(self, other: _Outcome) -> bool:
+        """Return whether other parameters have come out."""
+        return any(not torch.equal(x, other.values[i]) for i, x in self.values.items())
+
 
 def check_independent(optimizer: Any, step: Callable[[Any], Any], claimed: str) -> str:
     """Raise ValueError if the optimizer does not update independently what is claimed.
 
-    Tried on a copy of it, with small parameters, which are updated together, and then by two copies
-    of which each has one half.
+    Tried on a copy of it, with small parameters, which are updated together, and then by copies of
+    which each has a part.
 
     Args:
         optimizer: Before its first step.
@@ -90,11 +96,17 @@ def check_independent(optimizer: Any, step: Callable[[Any], Any], claimed: str) 
     ]
     why = ""
     for dtype in _ROUNDING:
+        updated = partial(_updated, optimizer, step, claimed, like, dtype)
         try:
             with torch.random.fork_rng(devices=[]):
-                (whole,), halves = (
-                    _updated(optimizer, step, claimed, like, dtype, n) for n in (1, 2)
-                )
+                (before,) = updated(1, 0)
+                for n_steps in _N_STEPS:
+                    (whole,) = updated(1, n_steps)
+                    if has_changed := whole.differs(before):
+                        break
+                parts = updated(_N_COPIES, n_steps)
+            if like and not has_changed:
+                raise RuntimeError(f"nothing has changed after {n_steps} steps")
             break
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
@@ -106,29 +118,29 @@ def check_independent(optimizer: Any, step: Callable[[Any], Any], claimed: str) 
         )
     owners = [f"a parameter of shape {list(parameter.shape)}" for _, parameter, _ in like]
     compared = [
-        (of, whole.values[i], torch.cat([half.values[i] for half in halves if i in half.values]))
+        (of, whole.values[i], torch.cat([part.values[i] for part in parts if i in part.values]))
         for i, of in enumerate(owners)
     ]
     owners.append("the optimizer")
     for key, (one, is_like) in whole.state.items():  # state_dict() returns it of the whole
-        parts = [half.state[key] for half in halves if key in half.state]
-        found = [part for part, _ in parts]
-        if all([is_like, *(like for _, like in parts)]):
+        kept = [part.state[key] for part in parts if key in part.state]
+        found = [x for x, _ in kept]
+        if all([is_like, *(like for _, like in kept)]):
             found = [torch.cat(found)] if found else []
         compared += [(f"{key[1]!r}, the state of {owners[key[0]]},", one, other) for other in found]
     compared += [
         (f"its {key[1]!r}", whole.numbers.get(key, number), number)
-        for half in halves
-        for key, number in half.numbers.items()
+        for part in parts
+        for key, number in part.numbers.items()
     ]
     for what, one, other in compared:
         rounding = _ROUNDING[dtype] * max(one.abs().nan_to_num(0, 0, 0).tolist(), default=0)
         if one.shape != other.shape or not torch.allclose(one, other, 0, rounding, equal_nan=True):
             raise ValueError(
                 f"shard_state={claimed!r} is not true of {name}: what step() makes of {what} "
-                f"depends on other {claimed}, or on random numbers. (Two copies of the optimizer, "
-                "of which each had one half of some small parameters, came to another result than "
-                "one with all.) Omit shard_state"
+                f"depends on other {claimed}, or on random numbers. ({_N_COPIES} copies of the "
+                "optimizer, of which each had a part of some small parameters, came to another "
+                "result than one with all.) Omit shard_state"
                 + (', or try "parameters"' if claimed == ELEMENTS else "")
             )
     return ""
@@ -146,6 +158,7 @@ def _updated(
     like: Sequence[tuple[int, Any, str]],
     dtype: torch.dtype,
     n_owners: int,
+    n_steps: int,
 ) -> list[_Outcome]:
     """Update small parameters, `like` those of the groups, in so many copies of the optimizer."""
     outcomes = []
@@ -166,7 +179,7 @@ def _updated(
                     part.grad_dtype = dtype
                 add_parameter(trial.param_groups[g], name, part)
                 parts.append((i, part, places))
-        for k in range(_N_STEPS):
+        for k in range(n_steps):
             for i, part, places in parts:
                 # The first is orthogonal to the parameter, as are those of layers before a norm.
                 grad = torch.sin((places ^ 1) + i) * (2 * (places % 2) - 1)

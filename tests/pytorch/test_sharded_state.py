@@ -794,10 +794,16 @@ class Combines(optim.Optimizer):
         self.state[p]["before"] = p.grad.clone()
         return bool((before * p.grad < 0).any())
 
+    def waits(self, p: Any) -> bool:
+        self.state[p]["steps"] = self.state[p].get("steps", 0) + 1
+        return self.state[p]["steps"] <= 10
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         groups = [(group, p) for group in self.param_groups for p in group["params"]]
         groups = [(group, p) for group, p in groups if p.grad is not None]
+        matrices = [p for _, p in groups if p.dim() == 2]
+        partners = {id(p): other for p, other in zip(matrices[::2], matrices[1::2], strict=False)}
         total = math.hypot(*(float(p.grad.norm()) for _, p in groups))
         for group, p in groups:
             factor = {
@@ -811,6 +817,9 @@ class Combines(optim.Optimizer):
                 "its shape, where a sign changes": p.dim() if self.turns(p) else 1,
                 "the norm of each, if large": 1 / p.grad.norm() if p.numel() >= 4096 else 1,
                 "noise": 1 + torch.rand(()),
+                "pairs of matrices": partners.get(id(p), p).grad.norm(),
+                "the norm of each, late": self.kind.endswith("late")
+                and (0 if self.waits(p) else 1 / p.grad.norm()),
             }.get(self.kind, 1)
             p.sub_(p.grad, alpha=float(factor * group["lr"]))
             if self.kind == "a number in state":
@@ -842,6 +851,8 @@ class Combines(optim.Optimizer):
         ("its shape, where a sign changes", ["elements"]),
         ("the norm of each, if large", ["elements"]),
         ("its largest", ["elements"]),
+        ("the norm of each, late", ["elements"]),
+        ("pairs of matrices", ["elements", "parameters"]),
         ("two in one tensor", ["elements"]),
         ("nothing", []),
     ],
@@ -916,7 +927,7 @@ def test_an_optimizer_of_float32_only_with_state_of_its_own_is_tried() -> None:
 def test_an_optimizer_that_cannot_be_tried_is_warned_of() -> None:
     class Picky(Own):
         def step(self, closure: Any = None) -> None:
-            if any(p.numel() == 35 for group in self.param_groups for p in group["params"]):
+            if any(p.numel() == 23 for group in self.param_groups for p in group["params"]):
                 raise RuntimeError("needs larger parameters")
             super().step()
 
