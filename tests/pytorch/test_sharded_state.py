@@ -803,7 +803,7 @@ class Combines(optim.Optimizer):
         groups = [(group, p) for group in self.param_groups for p in group["params"]]
         groups = [(group, p) for group, p in groups if p.grad is not None]
         matrices = [p for _, p in groups if p.dim() == 2]
-        partners = {id(p): other for p, other in zip(matrices[:1], matrices[1:2], strict=False)}
+        partners = {id(matrices[0]): matrices[1]} if len(matrices) > 1 else {}
         total = math.hypot(*(float(p.grad.norm()) for _, p in groups))
         for group, p in groups:
             factor = {
