@@ -111,6 +111,31 @@ def test_that_check_sees_files_that_are_written() -> None:
         assert not list(files_written(line)), line
 
 
+def imported_without_a_skip(source: str) -> Iterator[str]:
+    """Yield a module's imports of PyTorch that do not follow `pytest.importorskip`."""
+    for node in ast.parse(source).body:
+        text = ast.unparse(node)
+        if "importorskip('torch')" in text:
+            return
+        if re.match(r"(import|from) (horo_lite\.)?torch\b", text):
+            yield text
+
+
+def test_tests_are_skipped_without_pytorch() -> None:
+    """`make test TORCH=`; tests of frameworks run where these are."""
+    tests = Path(__file__).parent
+    found = {
+        str(path): list(imported_without_a_skip(path.read_text()))
+        for path in tests.rglob("test_*.py")
+        if "frameworks" not in path.parts
+    }
+    assert len(found) > 100
+    assert not {path: texts for path, texts in found.items() if texts}
+    skips = 'torch = pytest.importorskip("torch")\n'
+    assert not list(imported_without_a_skip(f"{skips}import horo_lite.torch as hvd"))
+    assert len(list(imported_without_a_skip(f"from torch import nn\n{skips}"))) == 1
+
+
 def test_the_source_tree_in_the_docs_has_the_order_of_the_layers() -> None:
     root = PACKAGE.parent
     contract = (root / "pyproject.toml").read_text().partition("\nlayers = [\n")[2]
