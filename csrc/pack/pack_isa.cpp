@@ -976,7 +976,7 @@ const Kernels* kernels_for<BFloat16>(Wire, Op op) {
 }
 
 template <>
-[[maybe_unused]] const Kernels* kernels_for<long double>(Wire, Op op) {
+const Kernels* kernels_for<long double>(Wire, Op op) {
   return uncompressed<long double, long double>(op);
 }
 
@@ -995,15 +995,7 @@ const Kernels* select(DType dtype, Wire wire, Op op) {
     if (op == Op::kSum) op = Op::kMax;
     if (op == Op::kProduct) op = Op::kMin;
   }
-  return with_type(dtype, [&](auto element) -> const Kernels* {
-    using T = decltype(element);
-    // These are as fast with the shortest vectors: bound by memory, or done element by element.
-    if constexpr (kVectorBytes > 16 && (std::is_integral_v<T> || std::is_same_v<T, long double>)) {
-      return portable::select(dtype, wire, op);
-    } else {
-      return kernels_for<T>(wire, op);
-    }
-  });
+  return with_type(dtype, [&](auto element) { return kernels_for<decltype(element)>(wire, op); });
 }
 
 void copy_bytes(void* to, const void* from, size_t n_bytes, Stores stores) { write(to, from, n_bytes, stores); }
