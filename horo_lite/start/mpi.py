@@ -281,11 +281,13 @@ _finalizes = True
 
 
 def _parameter_files() -> list[Path]:
-    """Return Open MPI's parameter files: the user's, and those of the installation."""
+    """Return Open MPI's parameter files: the user's, and those of the library that is loaded."""
     prefixes = [Path(path).resolve().parent.parent for path in _loaded_libraries()]
     if "OPAL_PREFIX" in os.environ:
         prefixes.append(Path(os.environ["OPAL_PREFIX"]))
-    folders = [*(prefix / "etc" for prefix in prefixes), Path("/etc/openmpi")]
+    folders = [prefix / "etc" for prefix in prefixes]
+    if any(prefix.is_relative_to("/usr") for prefix in prefixes):  # a distribution's
+        folders += Path("/etc").glob("openmpi*")
     user = Path(os.path.expanduser("~/.openmpi/mca-params.conf"))
     return [user, *(folder / "openmpi-mca-params.conf" for folder in folders)]
 

@@ -17,7 +17,7 @@ from launch import PATIENCE, Result, environment, mpi_name, mpiexec_path, run_ra
 from worlds import on_ranks, script_on_ranks
 
 import horo_lite as hvd
-from horo_lite.start import cores, launcher
+from horo_lite.start import cores, launcher, mpi
 from horo_lite.start.cores import Cores
 from horo_lite.start.launcher import Launch
 from horo_lite.start.rank_info import position_of
@@ -389,6 +389,21 @@ def test_fabrics_are_left_out_on_one_host_unless_somebody_has_chosen(tmp_path: P
         opened = re.findall(rf":0*{pid}\] .*found loaded component (\w+)", result.stderr)
         assert {"self", "sm"} <= set(opened), str(result)
         assert ("ofi" in opened) == (rank != "0"), str(result)
+
+
+def test_only_the_loaded_open_mpi_has_its_parameter_file_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A distribution's package, which selects components, says nothing of one in a venv."""
+    loaded = str(tmp_path / "lib" / "libmpi.so.40")
+    monkeypatch.setattr(mpi, "_loaded_libraries", lambda: [loaded])
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: [self / "openmpi"])
+    monkeypatch.delenv("OPAL_PREFIX", raising=False)
+    distributions = Path("/etc/openmpi/openmpi-mca-params.conf")
+    assert tmp_path / "etc" / "openmpi-mca-params.conf" in mpi._parameter_files()
+    assert distributions not in mpi._parameter_files()
+    loaded = "/usr/lib/x86_64-linux-gnu/openmpi/lib/libmpi.so.40.30.4"
+    assert distributions in mpi._parameter_files()
 
 
 # --- launchers and libraries that are strangers --------------------------------------------------
