@@ -42,7 +42,9 @@ _ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-6}
 def what_is_independent(optimizer: Any, given: bool | str) -> str:
     """Return what the optimizer updates independently: elements, or parameters."""
     kind = type(optimizer)
-    if not {"param_groups", "state"} <= vars(optimizer).keys():
+    # Torch's constructor makes all three; one that wraps another optimizer may not have called it.
+    made = {"param_groups", "state", "_optimizer_state_dict_pre_hooks"}
+    if not made <= vars(optimizer).keys():
         raise ValueError(
             f"shard_state: the param_groups or the state of {kind.__name__} are those of another "
             "optimizer inside it: pass that one to DistributedOptimizer, and the result to "

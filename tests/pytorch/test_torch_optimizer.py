@@ -545,8 +545,11 @@ def test_wrong_arguments() -> None:
                 DistributedOptimizer(sgd(net), **{"process_set": group, **given})
         with pytest.raises(TypeError, match=r"not an optimizer.*torch\.optim\.Optimizer"):
             DistributedOptimizer(object(), process_set=group)
-        with pytest.raises(ValueError, match="are those of another optimizer inside it: pass that"):
-            DistributedOptimizer(Lookahead(sgd(net)), process_set=group, shard_state="elements")
+        holds = type("", (Lookahead,), {"param_groups": None, "state": None})(sgd(net))
+        holds.param_groups, holds.state = holds.inner.param_groups, holds.inner.state
+        for outer in (Lookahead(sgd(net)), holds):
+            with pytest.raises(ValueError, match="are those of another optimizer inside it: pass"):
+                DistributedOptimizer(outer, process_set=group, shard_state="elements")
         with pytest.raises(TypeError, match="the class SGD is not an optimizer"):
             DistributedOptimizer(torch.optim.SGD, process_set=group)
         with pytest.raises(TypeError, match="pass group= or process_set=, not both"):
