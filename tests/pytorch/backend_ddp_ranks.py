@@ -375,7 +375,6 @@ def fsdp(rank: int, size: int, folder: str) -> None:
 
 
 def main(rank: int, size: int, store: str, folder: str) -> None:
-    torch.set_num_threads(1)
     dist.init_process_group("horo_lite", init_method=f"file://{store}", rank=rank, world_size=size)
     ddp(rank, size)
     in_place(rank, size)
@@ -389,7 +388,11 @@ def main(rank: int, size: int, store: str, folder: str) -> None:
 
 if __name__ == "__main__":
     size = int(os.environ.get("SIZE", "2"))
+    torch.set_num_threads(1)
+    # Most of PyTorch, which all ranks need, is imported before they are forked.
+    import torch._inductor.cudagraph_trees
+
+    torch.compile(torch.sin, backend="eager")(torch.ones(1))
     with tempfile.TemporaryDirectory() as folder:
-        # Forks, which need not import PyTorch again.
         args = (size, f"{folder}/store", f"{folder}/checkpoint")
         mp.start_processes(main, args, size, start_method="fork")
