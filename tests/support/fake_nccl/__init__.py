@@ -24,9 +24,10 @@ SINCE_2_19 = ("ncclMemAlloc", "ncclMemFree", "ncclCommRegister", "ncclCommDeregi
 
 
 def compiled(without: Sequence[str] = ()) -> str:
-    """Compile a libnccl.so.2 for HORO_LITE_NCCL_LIB without those symbols, once; return its path.
+    """Return the path of a libnccl.so.2 for HORO_LITE_NCCL_LIB without those symbols.
 
-    It is in the project's build directory, in a folder named by a hash of everything it depends on.
+    It is compiled once, and linked once without the same symbols, in the project's build directory,
+    in a folder named by a hash of everything it depends on.
     """
     compiler = shlex.split(os.environ.get("CXX", ""))
     if not compiler:
@@ -34,25 +35,37 @@ def compiled(without: Sequence[str] = ()) -> str:
         if found is None:
             raise RuntimeError("the stand-in for NCCL needs a C++ compiler: set CXX")
         compiler = [found]
-    flags = ["-std=c++20", "-O1", "-Wall", "-Wextra", "-fPIC", "-shared", "-pthread"]
-    flags += ["-fvisibility=hidden", "-ffp-contract=off", "-fwrapv", f"-I{PROJECT / 'csrc'}"]
-    flags += [f"-D{symbol}=without_{symbol}" for symbol in sorted(without)]
+    flags = ["-std=c++20", "-O1", "-Wall", "-Wextra", "-fPIC", "-pthread", "-fvisibility=hidden"]
+    flags += ["-ffp-contract=off", "-fwrapv", f"-I{PROJECT / 'csrc'}"]
     digest = hashlib.sha256(repr((compiler, flags)).encode())
     for path in [SOURCE, *HEADERS]:
         digest.update(path.read_bytes())
     folder = PROJECT / "build" / "fake_nccl" / digest.hexdigest()[:16]
-    path = folder / "libnccl.so.2"
-    folder.mkdir(parents=True, exist_ok=True)
+    object_file = folder / "fake_nccl.o"
+    linked = folder / ("-".join(["without", *sorted(without)]) if without else "all")
+    linked.mkdir(parents=True, exist_ok=True)
+    library, exports = linked / "libnccl.so.2", linked / "exports"
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not path.exists():
-            unfinished = folder / "unfinished"
-            command = [*compiler, *flags, str(SOURCE), "-o", str(unfinished)]
-            ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
-            if ended.returncode != 0:
-                raise RuntimeError(f"{shlex.join(command)}\n{ended.stderr}")
-            unfinished.rename(path)
-    return str(path)
+        if not object_file.exists():
+            _made(object_file, [*compiler, *flags, "-c", str(SOURCE)])
+        if not library.exists():
+            exports.write_text(
+                f"{{ global: nccl*; local: {' '.join(f'{x};' for x in without)} *; }};"
+            )
+            link = ["-shared", "-pthread", f"-Wl,--version-script={exports}", str(object_file)]
+            _made(library, [*compiler, *link])
+    return str(library)
+
+
+def _made(path: Path, command: Sequence[str]) -> None:
+    """Let a compiler make a file, which appears when it is complete."""
+    unfinished = path.with_name("unfinished")
+    command = [*command, "-o", str(unfinished)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    if ended.returncode != 0:
+        raise RuntimeError(f"{shlex.join(command)}\n{ended.stderr}")
+    unfinished.rename(path)
 
 
 class Call(NamedTuple):
