@@ -110,7 +110,7 @@ def test_other_models_need_torchvision() -> None:
     ],
 )
 def test_the_language_model_knows_more_than_how_often_bytes_occur(size: int, flags: str) -> None:
-    small = "--steps 80 --context 64 --width 64 --heads 2 --warmup 10 --lr 0.006"
+    small = "--steps 80 --context 32 --width 32 --heads 2 --warmup 10 --lr 0.01"
     result = run("language_model.py", size, *small.split(), *flags.split())
     (validation,) = numbers(r"validation loss ([\d.]+)", result)
     (without,) = numbers(r"unigram ([\d.]+)", result)
