@@ -129,6 +129,9 @@ class CMakeBuild(build_ext):
         for_wheel = [
             # Forget what CMake and nanobind have cached about another Python.
             *("-U*Python*", "-UNB_*"),
+            # CMake does not ask the interpreter when it compiles for another machine, but the first
+            # pythonX.Y-config on PATH, which may be another Python's or, by pyenv, nobody's.
+            f"-DPython_INCLUDE_DIR={sysconfig.get_path('include')}",
             # Otherwise nanobind names the module after the processor of the running Python.
             f"-DSKBUILD_SOABI={SUFFIX.strip('.').removesuffix('.so')}",
             f"-DCMAKE_TOOLCHAIN_FILE={ROOT}/csrc/zig.cmake",
