@@ -9,8 +9,8 @@ is used, and the others if one of them is, together.
 The garbage collector leaves alone what a framework's import creates, which stays until the process
 ends: looking through it, again and again, takes a third of the time of PyTorch's import and end.
 
-JAX creates an MLIR context for each program that it lowers, and loads all dialects into it: a third
-of the CPU of lowering a small program, of which a test has hundreds. Here a process has one context.
+JAX creates an MLIR context for each program that it lowers, and loads all dialects into it, which
+is a third of the CPU of lowering a small one, of which a test has hundreds. Here all share one.
 
 Ranks may also be spared packages that are optional: HORO_LITE_TEST_WITHOUT names those that cannot
 be imported, as if they were not installed.
