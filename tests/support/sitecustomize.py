@@ -4,7 +4,8 @@ Python runs this file as it starts, if this folder is on PYTHONPATH. Every optim
 imports the compiler, torch._dynamo (and with it SymPy: 1.7 s of CPU), only to mark functions that
 it must not compile. PyTorch itself imports what compilers and exports trace with (a quarter of the
 rest) and distributions, which no rank uses. The compiler is executed only if something else of it
-is used, and the others if one of them is, together.
+is used, and the others if one of them is, together. `torch.testing.assert_close` imports DTensors
+to see whether it has been given one, and with them all of these and more: as much as PyTorch.
 
 The garbage collector leaves alone what a framework's import creates, which stays until the process
 ends: looking through it, again and again, takes a third of the time of PyTorch's import and end.
@@ -38,6 +39,7 @@ POSTPONED = [  # in PyTorch's own order, until they are executed
     "torch._meta_registrations",
     COMPILER,
 ]
+COMPARISON = "torch.testing._comparison"
 LARGE = ("jax", "keras", "numpy", "torch")
 WITHOUT = os.environ.get("HORO_LITE_TEST_WITHOUT", "").split()
 
@@ -107,6 +109,20 @@ def share_context() -> None:
     mlir.make_ir_context = context  # type: ignore[attr-defined]
 
 
+class IfImported(str):
+    """The name of a module, which is true if that has been imported."""
+
+    def __bool__(self) -> bool:
+        """Return whether there may be objects of this module."""
+        return str(self) in sys.modules
+
+
+def execute_comparison(loader: Loader, module: ModuleType) -> None:
+    """Execute the module of `assert_close`, which looks for DTensors only if there may be any."""
+    type(loader).exec_module(loader, module)
+    module._HAS_DTENSOR = IfImported("torch.distributed.tensor")  # type: ignore[attr-defined]
+
+
 class Postponed(ModuleType):
     """One of these modules as long as nobody uses more of it than the functions above."""
 
@@ -142,6 +158,10 @@ class Finder(MetaPathFinder, Loader):
         if fullname in LARGE and (spec := PathFinder.find_spec(fullname, path, target)):
             assert spec.loader
             spec.loader.exec_module = partial(execute_uncollected, spec.loader)  # type: ignore[method-assign]
+            return spec
+        if fullname == COMPARISON and (spec := PathFinder.find_spec(fullname, path, target)):
+            assert spec.loader
+            spec.loader.exec_module = partial(execute_comparison, spec.loader)  # type: ignore[method-assign]
             return spec
         if (package := fullname.rpartition(".")[0]) in POSTPONED:
             execute_postponed(package)
