@@ -22,8 +22,6 @@ from worlds import on_ranks, script_on_ranks
 
 torch = pytest.importorskip("torch")
 
-from torch.testing._internal.two_tensor import TwoTensor  # noqa: E402
-
 import horo_lite.torch as hvd  # noqa: E402
 from horo_lite import ops  # noqa: E402
 from horo_lite.collectives.calls import AllGather  # noqa: E402
@@ -659,6 +657,9 @@ def test_what_ranks_do_not_agree_on_is_an_error_on_all() -> None:
 
 
 def test_wrong_arguments_are_value_errors_at_the_call() -> None:
+    # Not at the top: the ranks that import this file would import PyTorch's compiler, too.
+    from torch.testing._internal.two_tensor import TwoTensor
+
     others_have_tried = threading.Barrier(3)
 
     def rank(group: Group) -> None:
