@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from horo_lite import _native
@@ -71,26 +70,6 @@ def index_of(choice: DeviceChoice, local_rank: int) -> int:
     if choice.kind == "cpu":
         return 0
     return local_rank % len(choice.gpus) if choice.number is None else choice.number
-
-
-def warn_of_shared_gpus(hosts: Sequence[tuple[str, int]], gpus: Sequence[str]) -> None:
-    """Warn if two ranks have to share a GPU.
-
-    Args:
-        hosts: Each rank's host, by name and number.
-        gpus: The identifier of each rank's GPU.
-    """
-    first_with: dict[object, int] = {}
-    for rank, place in enumerate(zip(hosts, gpus, strict=True)):
-        other = first_with.setdefault(place, rank)
-        if other != rank:
-            warn(
-                f"{len(gpus)} ranks, but ranks {other} and {rank} on "
-                f"{hosts[rank][0]} have to share a GPU, and NCCL needs one each: arrays on GPUs "
-                "will go through host memory, which is slow. Start one rank per GPU, or check "
-                "CUDA_VISIBLE_DEVICES"
-            )
-            return
 
 
 def make_current(index: int) -> None:

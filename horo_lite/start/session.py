@@ -346,7 +346,7 @@ def _connected_session(settings: Settings, comm: Any, MPI: Any) -> Session:
     host_of_rank = rank_info.numbered([(one.host, one.test_host) for one in everyone])
     positions = [position_of(r, host_of_rank) for r in range(size)]
     position = positions[rank]
-    device = _take_device(everyone, host_of_rank, positions, rank)
+    device = _take_device(everyone[rank].device, position)
     threads = settings.threads or threads_chosen()
     cores, restore_threads = take_cores(
         rank,
@@ -399,25 +399,11 @@ def _connected_session(settings: Settings, comm: Any, MPI: Any) -> Session:
     )
 
 
-def _take_device(
-    everyone: Sequence[RankInfo],
-    host_of_rank: Sequence[int],
-    positions: Sequence[Position],
-    rank: int,
-) -> Device:
+def _take_device(choice: devices.DeviceChoice, position: Position) -> Device:
     """Return this rank's device, and make it the default of frameworks."""
-    gpus = [
-        devices.index_of(one.device, position.local_rank)
-        for one, position in zip(everyone, positions, strict=True)
-    ]
-    device = Device(everyone[rank].device.kind, gpus[rank])
+    device = Device(choice.kind, devices.index_of(choice, position.local_rank))
     if device.kind == "cuda":
-        if rank == 0:
-            devices.warn_of_shared_gpus(
-                [(one.host[0], host) for one, host in zip(everyone, host_of_rank, strict=True)],
-                [one.device.gpus[index] for one, index in zip(everyone, gpus, strict=True)],
-            )
-        devices.make_current(gpus[rank])
+        devices.make_current(device.index)
     return device
 
 
