@@ -19,7 +19,6 @@ from horo_lite.start import launcher
 
 _MARK = "horo_lite: in init()"
 _FIRST_LOOK_S, _RAREST_LOOK_S = 0.5, 5.0
-_LAUNCHERS = ("hydra_pmi_proxy", "mpiexec", "mpirun", "prterun", "prted", "orterun", "orted")
 _STACKS = "its Python stacks are shown by `py-spy dump --pid"
 
 
@@ -117,7 +116,7 @@ def _n_left() -> int | None:
     """
     parent = launcher_process()
     with contextlib.suppress(OSError):  # such as no free descriptor
-        if parent is not None and name_of(parent) in _LAUNCHERS:
+        if parent is not None and launcher.is_launcher(name_of(parent)):
             return sum(_is_living_child(pid, parent) for pid in pids())
     return None
 
@@ -193,7 +192,7 @@ def _job_and_depth(pid: int) -> tuple[tuple[object, int], int] | None:
             parent = state_and_parent(pid)[1]
             depth += 1
             # MPICH's variables are the same in all jobs.
-            if name_of(parent) == "hydra_pmi_proxy" or _job(_environ(parent)) != job:
+            if name_of(parent) == launcher.HYDRA_PROXY or _job(_environ(parent)) != job:
                 return (job, parent), depth
             pid = parent
     return None

@@ -105,6 +105,17 @@ def is_fault_tolerant(environ: Mapping[str, str]) -> bool:
     return environ.get("OMPI_MCA_mpi_ft_enable", "0").lower() not in ("0", "false", "no")
 
 
+def is_launcher(name: str) -> bool:
+    """Return whether a program of this name starts ranks, and lives as long as they do."""
+    return name.partition(".")[0] in _PROGRAMS  # Debian has mpirun.openmpi
+
+
+HYDRA_PROXY = "hydra_pmi_proxy"
+"""The program with which MPICH and Intel MPI start the ranks of a host."""
+_OPEN_MPI = ("prterun", "prted", "prte", "orterun", "orted")  # since version 5, and before
+_PROGRAMS = (HYDRA_PROXY, "mpiexec", "mpirun", *_OPEN_MPI)
+
+
 def hydra() -> int | None:
     """Return the descriptor through which a rank communicates with Hydra.
 
@@ -113,7 +124,7 @@ def hydra() -> int | None:
     with contextlib.suppress(OSError, KeyError, ValueError):
         descriptor = int(os.environ["PMI_FD"])
         is_socket = stat.S_ISSOCK(os.fstat(descriptor).st_mode)
-        if is_socket and name_of(os.getppid()) == "hydra_pmi_proxy":
+        if is_socket and name_of(os.getppid()) == HYDRA_PROXY:
             return descriptor
     return None
 

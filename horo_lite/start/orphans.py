@@ -13,11 +13,7 @@ from contextlib import suppress
 
 from horo_lite.processes import name_of
 from horo_lite.start import arrivals
-
-# Programs that live as long as the ranks that they have started: Open MPI's since version 5, and
-# before; MPICH's and Intel's. The first ancestor may be another one if the launcher has ended.
-_LAUNCHERS = ("prterun", "prted", "prte", "orterun", "orted", "mpirun", "mpiexec")
-_PROXY = "hydra_pmi_proxy"
+from horo_lite.start.launcher import is_launcher
 
 
 class LauncherEnd:
@@ -38,8 +34,9 @@ class LauncherEnd:
                 return
             self._files.append(os.pidfd_open(pid))
             name = name_of(pid)
-            # Now that it is open, the number cannot get another meaning.
-            if arrivals.launcher_process() != pid or not _is_launcher(name):
+            # Now that it is open, the number cannot get another meaning. The first ancestor may be
+            # another program if the launcher has ended.
+            if arrivals.launcher_process() != pid or not is_launcher(name):
                 return
             self._files.append(os.eventfd(0, os.EFD_CLOEXEC))
             self._thread = threading.Thread(
@@ -74,8 +71,3 @@ def _readable(files: Iterable[int], timeout_ms: int | None = None) -> list[int]:
     for file in files:
         poll.register(file, select.POLLIN)
     return [file for file, _ in poll.poll(timeout_ms)]
-
-
-def _is_launcher(name: str) -> bool:
-    # As in Debian: mpirun.openmpi.
-    return name.partition(".")[0] in _LAUNCHERS or name == _PROXY
