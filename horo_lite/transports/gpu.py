@@ -28,10 +28,6 @@ class GpuTransport(Transport):
     def host(self) -> Transport:
         return self._host
 
-    @property
-    def label(self) -> str:
-        return self._host.label
-
     def agree(
         self, digest: int, count: int = 0, weight: float = 1.0, *, label: str = ""
     ) -> list[Header]:

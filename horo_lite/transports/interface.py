@@ -3,9 +3,8 @@
 A `Transport` moves bytes between ranks; its `members`, a group of the core, know who they are, and
 which of them live. No layer above asks which transport it has (`tests/test_layers.py`). A feature
 that only some transports have is an attribute that is None on the others (`queued`,
-`reduce_scatter`, `stall_detector`), or a method with a default: `reduce_in_place` is `allreduce`
-where memory is not shared. The op, wire dtype, factors, divisor and weights of a reduction are one
-`Reduction`.
+`stall_detector`), or a method with a default: `reduce_in_place` is `allreduce` where memory is not
+shared. The op, wire dtype, factors, divisor and weights of a reduction are one `Reduction`.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ __all__ = [
     "Header",
     "HostTransport",
     "QueuedReductions",
-    "ReduceScatter",
     "Reduction",
     "Transport",
     "parts_of",
@@ -77,9 +75,6 @@ def parts_of(tensors: _native.Tensors, division: Division) -> list[_native.Tenso
     With a division, the tensors must be in C order.
     """
     return [tensors.elements(ranges) for ranges in division] or [tensors]
-
-
-ReduceScatter = Callable[[Sequence[_native.Tensors], _native.Tensors, Reduction], None]
 
 
 class QueuedReductions(Protocol):
@@ -146,17 +141,7 @@ class Transport(ABC):
     @property
     def label(self) -> str:
         """The name of the operation that began last."""
-        return ""
-
-    @property
-    def reduce_scatter(self) -> ReduceScatter | None:
-        """A function that reduces all ranks' contributions for this rank into a list of tensors.
-
-        Its arguments are this rank's contribution for each rank, which remains unchanged, the
-        result, and the reduction. None if there is only this rank, or for tensors on a GPU: there,
-        `allreduce` takes a division.
-        """
-        return None
+        return self.members.label
 
     @abstractmethod
     def agree(
@@ -189,6 +174,15 @@ class Transport(ABC):
         The reduction has wire "none", no prescale and no weights.
         """
         self.allreduce(tensors, reduction, division)
+
+    def reduce_scatter(
+        self, parts: Sequence[_native.Tensors], result: _native.Tensors, reduction: Reduction
+    ) -> None:
+        """Reduce all ranks' contributions for this one into `result`, in host memory.
+
+        parts[r] is this rank's contribution for rank r, which remains unchanged.
+        """
+        self.members.reduce_scatter(list(parts), result, *reduction)
 
     @abstractmethod
     def broadcast(self, tensors: _native.Tensors, root: int) -> None:
@@ -251,10 +245,6 @@ class HostTransport(Transport):
         self.here = range(self.size)
         self.stall_detector = stall_detector
 
-    @property
-    def label(self) -> str:
-        return self.members.label
-
     def agree(
         self, digest: int, count: int = 0, weight: float = 1.0, *, label: str = ""
     ) -> list[Header]:
@@ -266,20 +256,9 @@ class HostTransport(Transport):
     ) -> None:
         if division:
             parts = parts_of(tensors, division)
-            self._reduce_scatter(parts, parts[self.rank], reduction)
+            self.reduce_scatter(parts, parts[self.rank], reduction)
         else:
             self.members.allreduce(tensors, *reduction)
-
-    @property
-    def reduce_scatter(self) -> ReduceScatter:
-        # Not cached: the reference cycle would keep this transport and its memory until the next
-        # garbage collection.
-        return self._reduce_scatter
-
-    def _reduce_scatter(
-        self, parts: Sequence[_native.Tensors], result: _native.Tensors, reduction: Reduction
-    ) -> None:
-        self.members.reduce_scatter(list(parts), result, *reduction)
 
     def new_engine(
         self, explain: Callable[[str, list[str], list[int]], str]

@@ -60,13 +60,13 @@ def test_nothing_but_each_ranks_rows_travels(
         )
         return result.tolist()
 
-    reduce_scatter, seen = ShmTransport._reduce_scatter, []
+    reduce_scatter, seen = ShmTransport.reduce_scatter, []
 
     def noted(transport: ShmTransport, parts: Any, *args: Any) -> None:
         seen.append([part.nbytes for part in parts])
         reduce_scatter(transport, parts, *args)
 
-    monkeypatch.setattr(ShmTransport, "_reduce_scatter", noted)
+    monkeypatch.setattr(ShmTransport, "reduce_scatter", noted)
     assert run_threads(3, body) == [[0.0, 6.0], [12.0, 18.0], [24.0, 30.0]]
     assert seen == [[16, 16, 16]] * 3
 

@@ -809,6 +809,8 @@ def main() -> None:
         everyone = [torch.zeros(3)]
         future = dist.all_gather(everyone, x, group=alone, async_op=True).get_future()
         assert future.wait()[0].tolist() == [4.0] * 3
+        dist.reduce_scatter(y := torch.zeros(3), [x], ReduceOp.AVG, group=alone)
+        assert y.tolist() == [4.0] * 3
         dist.barrier(alone)
     a, b = dist.new_group([0, 1]), dist.new_group(list(range(size)))
     # Messages of one group are not received in another, whatever their tags.

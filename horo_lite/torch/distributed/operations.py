@@ -110,10 +110,7 @@ class AllGather(Collective[None]):
 
 @dataclass(frozen=True)
 class ReduceScatter(Collective[None]):
-    """Reduces the tensors that all ranks have for this one.
-
-    Only for transports with `reduce_scatter`.
-    """
+    """Reduces the tensors that all ranks have for this one."""
 
     reduction: Reduction = _SUM
 
@@ -122,7 +119,6 @@ class ReduceScatter(Collective[None]):
 
     def transfer(self, part: Part, transport: Transport) -> None:
         assert isinstance(part, Buffers)
-        assert transport.host.reduce_scatter is not None
         (result,) = part.receive
         transport.host.reduce_scatter(part.send, result, self.reduction)
 

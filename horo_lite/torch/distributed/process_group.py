@@ -340,11 +340,7 @@ class ProcessGroup(dist.ProcessGroup):
         is_bool = all(x.dtype == torch.bool for x in outputs)
         ops = _BOOL_OPS if is_bool else _OPS
         # The decision must be the same on all ranks.
-        if (
-            self.group.transport.host.reduce_scatter is None
-            or o.op not in ops
-            or any(x.is_complex() and o.op not in _LINEAR for x in outputs)
-        ):
+        if o.op not in ops or any(x.is_complex() and o.op not in _LINEAR for x in outputs):
             return self._reduce_scattered_by_all_reduce(outputs, parts, o)
         send, (receive,) = staged.transfer(parts, [outputs], self.rank())
         terms = f"{o.op}, factor {o.factor}, of {_of_ranks(send)}"
