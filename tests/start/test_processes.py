@@ -71,6 +71,18 @@ def test_a_rank_in_mpi_init_sees_that_another_has_ended(
                 watch.look()
 
 
+@pytest.mark.parametrize(
+    ("parent", "is_launcher"),
+    [("mpirun.openmpi", True), ("prte", True), ("hydra_pmi_proxy", True), ("sh", False)],
+)
+def test_only_a_launchers_children_are_counted_as_ranks(
+    parent: str, is_launcher: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arrivals, "launcher_process", os.getppid)
+    monkeypatch.setattr(arrivals, "name_of", lambda pid: parent)
+    assert bool(arrivals._n_left()) == is_launcher
+
+
 @pytest.mark.launches
 @pytest.mark.quick
 def test_a_rank_whose_parent_has_not_noticed_its_end_is_missing(
