@@ -539,7 +539,7 @@ def check_a_rank_without_rows() -> None:
     longer = tf.Variable(np.ones((5 if RANK == 0 else 4, 3), np.float32))
     with tf.GradientTape() as tape:
         loss = tf.reduce_sum(tf.gather(longer, [0]))
-    with pytest.raises(hvd.MismatchError, match=r"\[5, 3\], rank.* has .*\[4, 3\]"):
+    with pytest.raises(hvd.MismatchError, match=r"\[5, 3\], rank.* ha(s|ve) .*\[4, 3\]"):
         hvd.DistributedGradientTape(tape).gradient(loss, longer)
     assert hvd.allreduce(float(RANK), op=hvd.Sum).numpy() == RANKS.sum()
 
