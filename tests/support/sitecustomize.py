@@ -10,6 +10,9 @@ to see whether it has been given one, and with them all of these and more: as mu
 The garbage collector leaves alone what a framework's import creates, which stays until the process
 ends: looking through it, again and again, takes a third of the time of PyTorch's import and end.
 
+NumPy adds the docstrings of what is written in C in modules of their own, a tenth of its import,
+which ranks do without.
+
 JAX creates an MLIR context for each program that it lowers, and loads all dialects into it, which
 is a third of the CPU of lowering a small one, of which a test has hundreds. Here all share one.
 
@@ -26,7 +29,6 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache, partial, wraps
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
@@ -40,6 +42,7 @@ POSTPONED = [  # in PyTorch's own order, until they are executed
     COMPILER,
 ]
 COMPARISON = "torch.testing._comparison"
+DOCSTRINGS = ("numpy._core._add_newdocs", "numpy._core._add_newdocs_scalars")
 LARGE = ("jax", "keras", "numpy", "torch")
 WITHOUT = os.environ.get("HORO_LITE_TEST_WITHOUT", "").split()
 
@@ -82,7 +85,7 @@ def allow_generators() -> None:
             return
 
 
-def execute_uncollected(loader: Loader, module: ModuleType) -> None:
+def execute_uncollected(loader: Any, module: ModuleType) -> None:
     """Execute a module, and exclude from garbage collection what there is then."""
     was_enabled = gc.isenabled()
     gc.disable()
@@ -117,7 +120,7 @@ class IfImported(str):
         return str(self) in sys.modules
 
 
-def execute_comparison(loader: Loader, module: ModuleType) -> None:
+def execute_comparison(loader: Any, module: ModuleType) -> None:
     """Execute the module of `assert_close`, which looks for DTensors only if there may be any."""
     type(loader).exec_module(loader, module)
     module._HAS_DTENSOR = IfImported("torch.distributed.tensor")  # type: ignore[attr-defined]
@@ -143,7 +146,7 @@ def execute_postponed(name: str) -> None:
         importlib.reload(module)
 
 
-class Finder(MetaPathFinder, Loader):
+class Finder:
     """Postpones the execution of modules to the first import of one inside them, or longer."""
 
     def find_spec(
@@ -155,6 +158,8 @@ class Finder(MetaPathFinder, Loader):
         if fullname in POSTPONED and (spec := PathFinder.find_spec(fullname, path, target)):
             spec.loader = self
             return spec
+        if fullname in DOCSTRINGS:
+            return ModuleSpec(fullname, Imported(ModuleType(fullname)))
         if fullname in LARGE and (spec := PathFinder.find_spec(fullname, path, target)):
             assert spec.loader
             spec.loader.exec_module = partial(execute_uncollected, spec.loader)  # type: ignore[method-assign]
@@ -168,6 +173,9 @@ class Finder(MetaPathFinder, Loader):
             return ModuleSpec(fullname, Imported(importlib.import_module(fullname)))
         return None
 
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Let Python create the module."""
+
     def exec_module(self, module: ModuleType) -> None:
         """Do not execute it yet."""
         module.__class__ = Postponed
@@ -177,7 +185,7 @@ class Finder(MetaPathFinder, Loader):
             allow_generators()
 
 
-class Imported(Loader):
+class Imported:
     """Loads a module that the search for it has imported."""
 
     def __init__(self, module: ModuleType) -> None:
@@ -192,5 +200,6 @@ class Imported(Loader):
         module.__spec__ = self._spec
 
 
-finder = Finder()
+# Importing the base classes for these, of importlib.abc, takes as long as Python's own start.
+finder: Any = Finder()
 sys.meta_path.insert(0, finder)
