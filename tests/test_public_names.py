@@ -37,6 +37,13 @@ FACES = {
 FUNCTIONS = sorted(
     name for name in hvd.__all__ if inspect.isfunction(getattr(hvd, name))
 )  # fmt: skip
+# Those that look at it at once.
+OF_A_GROUP = [
+    name
+    for name in FUNCTIONS
+    if "group" in inspect.signature(getattr(hvd, name)).parameters
+    and name not in ("free_group", "grad_and_average")
+]
 
 
 def test_dir_shows_the_public_names_only() -> None:
@@ -44,6 +51,18 @@ def test_dir_shows_the_public_names_only() -> None:
 
     assert set(dir(hvd)) == {*hvd.__all__, *FACES, "__version__"}
     assert callable(hvd.broadcast)
+
+
+@pytest.mark.parametrize("face", sorted(FACES - {"elastic", "horovod"}))
+def test_a_frameworks_module_has_all_names(face: str) -> None:
+    """Pages show functions as `hvd.name`, whichever module of horo_lite a script imports as hvd."""
+    spec = importlib.util.find_spec(f"horo_lite.{face}")
+    assert spec
+    assert spec.origin
+    assert "\nfrom horo_lite import *\n" in Path(spec.origin).read_text()
+    if face == "torch" and importlib.util.find_spec("torch"):
+        module = importlib.import_module("horo_lite.torch")
+        assert set(hvd.__all__) - set(dir(module)) == set()
 
 
 def described(name: str) -> list[str]:
@@ -132,6 +151,20 @@ def test_a_wrong_argument_is_told_in_public_words(name: str) -> None:
         if "reduce" in name:
             with pytest.raises(TypeError, match=rf"^{name}\(\) takes no average=: .*hvd.Sum"):
                 call(np.ones(2), average=False)
+    finally:
+        hvd.shutdown()
+
+
+@pytest.mark.parametrize("name", OF_A_GROUP)
+def test_what_is_not_a_group_is_a_clear_error(name: str) -> None:
+    parameters = inspect.signature(getattr(hvd, name)).parameters
+    given = {"fn": np.sum, "optimizer": Descent([Weight()]), "gradients": [np.ones(2)]}
+    given |= {"params": [np.ones(2)], "xs": [np.ones(2)]}
+    needed = [p.name for p in parameters.values() if p.default is p.empty]
+    hvd.init()
+    try:
+        with pytest.raises(TypeError, match=r"^group must be what new_group\(\) returned"):
+            getattr(hvd, name)(*(given.get(each, np.ones(2)) for each in needed), group=1.5)
     finally:
         hvd.shutdown()
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from horo_lite import context, settings
+from horo_lite import ops, settings
 from horo_lite.arguments import QUANTIZED
 from horo_lite.collectives.calls import gathered
 from horo_lite.collectives.compression import Compressor, OwnCompressor
@@ -99,7 +99,7 @@ def gradient_noise(group: Group | None = None) -> list[GradientNoise]:
     Args:
         group: The ranks whose optimizers are meant; by default all.
     """
-    return list(_kept(group or context.world().group).values())
+    return list(_kept(ops.ranks_of(group)).values())
 
 
 def _kept(group: Group) -> dict[object, GradientNoise]:
