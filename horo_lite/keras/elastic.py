@@ -1,4 +1,4 @@
-"""Horovod's `hvd.elastic` for Keras: see horo_lite.elastic, and docs/elastic.md."""
+"""Horovod's `hvd.elastic` for Keras, with all of horo_lite.elastic: see docs/elastic.md."""
 
 from __future__ import annotations
 
@@ -8,20 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from horo_lite.elastic import HostsUpdatedInterrupt, ObjectState, State, run
+# ruff: noqa: F403, F405
+from horo_lite.elastic import *
 from horo_lite.keras.base import build, is_keras2, keras
-
-__all__ = [
-    "CommitStateCallback",
-    "HostsUpdatedInterrupt",
-    "KerasState",
-    "ObjectState",
-    "State",
-    "TensorFlowKerasState",
-    "UpdateBatchStateCallback",
-    "UpdateEpochStateCallback",
-    "run",
-]
 
 
 class TensorFlowKerasState(State):

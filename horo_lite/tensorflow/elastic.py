@@ -1,4 +1,4 @@
-"""Horovod's `hvd.elastic` for TensorFlow: see horo_lite.elastic, and docs/elastic.md."""
+"""Horovod's `hvd.elastic` for TensorFlow, with all of horo_lite.elastic: see docs/elastic.md."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-from horo_lite.elastic import HostsUpdatedInterrupt, ObjectState, State, run
-
-__all__ = ["HostsUpdatedInterrupt", "ObjectState", "State", "TensorFlowState", "run"]
+# ruff: noqa: F403, F405
+from horo_lite.elastic import *
 
 
 class TensorFlowState(State):

@@ -1,20 +1,11 @@
-"""Horovod's `hvd.elastic` for PyTorch: see horo_lite.elastic, and docs/elastic.md."""
+"""Horovod's `hvd.elastic` for PyTorch, with all of horo_lite.elastic: see docs/elastic.md."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from horo_lite.elastic import HostsUpdatedInterrupt, ObjectState, Preemption, Sampler, State, run
-
-__all__ = [
-    "ElasticSampler",
-    "HostsUpdatedInterrupt",
-    "ObjectState",
-    "Preemption",
-    "State",
-    "TorchState",
-    "run",
-]
+# ruff: noqa: F403, F405
+from horo_lite.elastic import *
 
 
 class ElasticSampler(Sampler):
