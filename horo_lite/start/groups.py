@@ -116,6 +116,8 @@ def free_group(group: Group | NullGroup) -> None:
     """
     if isinstance(group, NullGroup):
         return
+    if not isinstance(group, Group):
+        raise TypeError(f"group must be what new_group() returned, not {group!r}")
     if context.is_initialized() and group in context.subgroups():
         context.subgroups().remove(group)
     group.close("it called free_group()")
