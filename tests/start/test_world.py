@@ -360,34 +360,46 @@ def test_communicators_of_the_callers() -> None:
 
 @pytest.mark.launches
 @pytest.mark.skipif(mpi_name() != "openmpi", reason="Open MPI's components")
-def test_fabrics_are_left_out_on_one_host_unless_somebody_has_chosen(tmp_path: Path) -> None:
-    """Open MPI's component for them makes every rank sleep for a second if there are none."""
+@pytest.mark.parametrize(
+    ("framework", "chosen"),
+    [("btl", "btl = self,sm,ofi"), ("mtl", "mtl = ofi"), ("mtl", "pml = ob1,cm")],
+)
+def test_fabrics_are_left_out_on_one_host_unless_somebody_has_chosen(
+    framework: str, chosen: str, tmp_path: Path
+) -> None:
+    """Open MPI's component btl ofi makes every rank sleep for a second if there are none."""
+    if framework == "mtl" and mpi._has_fabric():
+        pytest.skip("this host has a fabric, which is used")
+    name, value = chosen.split(" = ")
     (tmp_path / ".openmpi").mkdir()
-    (tmp_path / ".openmpi" / "mca-params.conf").write_text("# ours\n btl = self,sm,ofi\n")
+    (tmp_path / ".openmpi" / "mca-params.conf").write_text(f"# ours\n {chosen}\n")
     result = run_ranks(
         """
-        import os
+        import os, sys
         import horo_lite as hvd
         me = os.environ["OMPI_COMM_WORLD_RANK"]
+        framework, name, value, home = sys.argv[1:]
         if me == "1":
             os.environ["OMPI_COMM_WORLD_LOCAL_SIZE"] = "2"  # as on two hosts
         if me == "2":
-            os.environ["OMPI_MCA_btl"] = "self,sm,ofi"
+            os.environ[f"OMPI_MCA_{name}"] = value
         if me == "3":
-            os.environ["HOME"] = os.environ["CONFIGURED"]
+            os.environ["HOME"] = home
         before = dict(os.environ)
         hvd.init(test_hosts="1,1,1,1")
         assert {name: os.environ.get(name) for name in before} == before
-        assert me == "2" or "OMPI_MCA_btl" not in os.environ
+        assert (me == "2" and framework == name) or f"OMPI_MCA_{framework}" not in os.environ
         print("I", me, os.getpid())
         """,
         4,
-        env={"OMPI_MCA_btl_base_verbose": "10", "CONFIGURED": str(tmp_path)},
+        args=[framework, name, value, str(tmp_path)],
+        env={f"OMPI_MCA_{framework}_base_verbose": "10"},
     )
     for line in said(result):
         rank, pid = line.split()
         opened = re.findall(rf":0*{pid}\] .*found loaded component (\w+)", result.stderr)
-        assert {"self", "sm"} <= set(opened), str(result)
+        if framework == "btl":
+            assert {"self", "sm"} <= set(opened), str(result)
         assert ("ofi" in opened) == (rank != "0"), str(result)
 
 
