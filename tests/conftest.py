@@ -17,6 +17,9 @@ from worlds import ON_RANKS, close_worlds
 # 6 s.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
+# UCX, which the MPI libraries load, tests at once whether it notices when memory is freed, which
+# takes a tenth of a rank's start. It needs to know for network cards that read memory: none here.
+os.environ.setdefault("UCX_MEM_EVENTS", "n")
 # PyTorch asks a name server for the IPv6 address of "localhost" where /etc/hosts has none: a lost
 # packet would cost 5 s, the time limit of some tests of the rendezvous.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")

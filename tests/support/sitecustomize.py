@@ -5,7 +5,8 @@ imports the compiler, torch._dynamo (and with it SymPy: 1.7 s of CPU), only to m
 it must not compile. PyTorch itself imports what compilers and exports trace with (a quarter of the
 rest) and distributions, which no rank uses. The compiler is executed only if something else of it
 is used, and the others if one of them is, together. `torch.testing.assert_close` imports DTensors
-to see whether it has been given one, and with them all of these and more: as much as PyTorch.
+to see whether it has been given one, and with them all of these and more: as much as PyTorch. To
+note where it defines operators, PyTorch looks through all modules for their source text.
 
 The garbage collector leaves alone what a framework's import creates, which stays until the process
 ends: looking through it, again and again, takes a third of the time of PyTorch's import and end.
@@ -27,7 +28,8 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial, wraps
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
@@ -90,13 +92,26 @@ def execute_uncollected(loader: Any, module: ModuleType) -> None:
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        type(loader).exec_module(loader, module)
+        with places_only() if module.__name__ == "torch" else nullcontext():
+            type(loader).exec_module(loader, module)
         if module.__name__ == "jax":
             share_context()
     finally:
         if was_enabled:
             gc.freeze()
             gc.enable()
+
+
+@contextmanager
+def places_only() -> Iterator[None]:
+    """Let PyTorch ask for the file and line of its operators' definitions without their text."""
+    inspect = importlib.import_module("inspect")
+    original = inspect.getframeinfo
+    inspect.getframeinfo = partial(original, context=0)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        inspect.getframeinfo = original  # type: ignore[attr-defined]
 
 
 def share_context() -> None:
