@@ -9,7 +9,9 @@ Neither communicates with other ranks.
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -218,7 +220,8 @@ def partition_dataset(
     - a tuple or a dict of arrays of equal length, such as `(images, labels)`: batches are tuples
       or dicts of arrays;
     - any other sequence of samples, such as a list or a torch dataset: samples are fetched one by
-      one and stacked into NumPy arrays, field by field if they are tuples or dicts.
+      one and stacked into NumPy arrays, field by field if they are tuples or dicts. If a sample
+      has a torch tensor, batches are those of torch's DataLoader (`default_collate`): tensors.
 
     `drop_last=True` leaves out a last batch that is not full (if shuffled, these are other samples
     in each epoch). With `drop_last=False` it is distributed too, and a rank's share of it may be
@@ -327,12 +330,23 @@ def _stack_samples(dataset: Any, indices: Indices) -> Any:
 
 def _stack(samples: Sequence[Any]) -> Any:
     first = samples[0]
+    if _has_tensor(first):
+        batch = import_module("torch.utils.data").default_collate(samples)
+        return tuple(batch) if isinstance(first, (tuple, list)) else batch
     if isinstance(first, Mapping):
         return {key: np.stack([np.asarray(s[key]) for s in samples]) for key in first}
     if isinstance(first, tuple):
         fields = zip(*samples, strict=True)
         return tuple(np.stack([np.asarray(value) for value in field]) for field in fields)
     return np.stack([np.asarray(s) for s in samples])
+
+
+def _has_tensor(sample: Any) -> bool:
+    torch = sys.modules.get("torch")
+    if isinstance(sample, Mapping):
+        sample = tuple(sample.values())
+    fields = sample if isinstance(sample, (tuple, list)) else (sample,)
+    return torch is not None and any(isinstance(field, torch.Tensor) for field in fields)
 
 
 def _map_fields(f: Callable[[Any], Any], batch: Any) -> Any:

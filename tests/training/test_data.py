@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
 from types import SimpleNamespace
 from typing import Any
@@ -290,6 +291,40 @@ def test_torch_tensors_stay_tensors():
     ((batch, labels),) = loader
     assert isinstance(batch, torch.Tensor)
     assert torch.equal(batch, x[labels])
+
+
+@pytest.mark.parametrize("kind", ["dataset", "tuples", "lists", "dicts", "tensors"])
+def test_samples_of_torch_become_the_batches_of_its_data_loader(kind: str) -> None:
+    torch = pytest.importorskip("torch")
+    x = torch.arange(10.0).reshape(5, 2).bfloat16()  # a dtype that NumPy lacks
+    samples: Any = {
+        "dataset": torch.utils.data.TensorDataset(x, torch.arange(5)),
+        "tuples": [(row, i, f"sample {i}") for i, row in enumerate(x)],
+        "lists": [[row, i] for i, row in enumerate(x)],
+        "dicts": [{"x": row, "y": i} for i, row in enumerate(x)],
+        "tensors": list(x),
+    }[kind]
+
+    def batches(rank: int, size: int) -> list[Any]:
+        loader, _ = partition_dataset(
+            samples, 4, rank=rank, size=size, shuffle=False, drop_last=False
+        )
+        return [fields(batch) for batch in loader]
+
+    def as_lists(batch: Any) -> list[Any]:
+        return [x.tolist() if isinstance(x, torch.Tensor) else list(x) for x in batch]
+
+    whole = torch.utils.data.DataLoader(samples, batch_size=4)
+    expected = [fields(tuple(batch) if isinstance(batch, list) else batch) for batch in whole]
+    for alone, batch in zip(batches(0, 1), expected, strict=True):
+        assert as_lists(alone) == as_lists(batch)
+        assert [getattr(field, "dtype", type(field)) for field in alone] == [
+            getattr(field, "dtype", type(field)) for field in batch
+        ]
+    # Two ranks: each has half of the first batch; the last sample is that of rank 1.
+    for first, second, batch in zip(batches(0, 2), batches(1, 2), expected, strict=True):
+        assert list(map(operator.add, as_lists(first), as_lists(second))) == as_lists(batch)
+    assert len(batches(0, 2)[1][0]) == 0
 
 
 def test_partition_errors_say_what_to_do():
