@@ -160,7 +160,7 @@ def test_a_wrong_argument_is_told_in_public_words(name: str) -> None:
 @pytest.mark.parametrize("name", OF_A_GROUP)
 def test_what_is_not_a_group_is_a_clear_error(name: str) -> None:
     parameters = inspect.signature(getattr(hvd, name)).parameters
-    given = {"fn": np.sum, "optimizer": Descent([Weight()]), "gradients": [np.ones(2)]}
+    given = {"optimizer": Descent([Weight()]), "gradients": [np.ones(2)]}
     given |= {"params": [np.ones(2)], "xs": [np.ones(2)]}
     needed = [p.name for p in parameters.values() if p.default is p.empty and p.name != "group"]
     hvd.init()
