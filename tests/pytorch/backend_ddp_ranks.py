@@ -375,6 +375,9 @@ def fsdp(rank: int, size: int, folder: str) -> None:
 
 
 def main(rank: int, size: int, store: str, folder: str) -> None:
+    # Not before the fork, which loses PyTorch's pool of threads: the threads of autograd, which its
+    # build for CUDA starts also without a GPU, would replace it all at once, and abort.
+    torch.set_num_threads(1)
     dist.init_process_group("horo_lite", init_method=f"file://{store}", rank=rank, world_size=size)
     ddp(rank, size)
     in_place(rank, size)
@@ -388,7 +391,6 @@ def main(rank: int, size: int, store: str, folder: str) -> None:
 
 if __name__ == "__main__":
     size = int(os.environ.get("SIZE", "2"))
-    torch.set_num_threads(1)
     # Most of PyTorch, which all ranks need, is imported before they are forked.
     import torch._inductor.cudagraph_trees
 
