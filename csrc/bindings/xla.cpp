@@ -78,7 +78,7 @@ void copy(const std::vector<Memory>& arguments, const std::vector<Memory>& resul
   }
 }
 
-XlaError* call(XlaCallFrame* frame) {
+XlaError* call_from_xla(XlaCallFrame* frame) {
   for (XlaExtension* extension = frame->extensions; extension != nullptr; extension = extension->next) {
     if (extension->type != kXlaMetadata) continue;
     XlaMetadata* metadata = reinterpret_cast<XlaMetadataExtension*>(extension)->metadata;
@@ -115,7 +115,7 @@ void bind_xla(nb::module_& m) {
         minor_version = minor;
         Py_XDECREF(run_call);
         run_call = run.inc_ref().ptr();
-        return nb::steal(PyCapsule_New(reinterpret_cast<void*>(&call), nullptr, nullptr));
+        return nb::steal(PyCapsule_New(reinterpret_cast<void*>(&call_from_xla), nullptr, nullptr));
       },
       "run"_a, "version"_a,
       nb::sig("def xla_handler(run: collections.abc.Callable[[int, list[memoryview], list[memoryview]], str | None], "
