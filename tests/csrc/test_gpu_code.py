@@ -65,10 +65,12 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], 
     fatbin = tmp_path_factory.mktemp("kernels") / "kernels.fatbin"
     compiler = nvcc()
     assert compiler
-    targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in ARCHITECTURES]
+    # From the PTX of the oldest, which is as good: kernel_body.h asks only whether it is 80 or later.
+    codes = ",".join(f"sm_{a}" for a in ARCHITECTURES)
+    target = f"-gencode=arch=compute_{ARCHITECTURES[0]},code=[{codes}]"
     options = ["-std=c++17", "-O3", "--fmad=false", "-Xptxas=-v", "-fatbin", "-o", str(fatbin)]
     options += ["-I", str(ROOT / "csrc")]
-    command = [compiler, *options, *targets, str(ROOT / "csrc" / "gpu" / "kernels.cu")]
+    command = [compiler, *options, target, str(ROOT / "csrc" / "gpu" / "kernels.cu")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = {}
