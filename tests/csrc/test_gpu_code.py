@@ -65,7 +65,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], 
     fatbin = tmp_path_factory.mktemp("kernels") / "kernels.fatbin"
     compiler = nvcc()
     assert compiler
-    # From the PTX of the oldest, which is as good: kernel_body.h asks only whether it is 80 or later.
+    # From the PTX of the oldest, which is as good: kernel_body.h asks whether it is 80 or later.
     codes = ",".join(f"sm_{a}" for a in ARCHITECTURES)
     target = f"-gencode=arch=compute_{ARCHITECTURES[0]},code=[{codes}]"
     options = ["-std=c++17", "-O3", "--fmad=false", "-Xptxas=-v", "-fatbin", "-o", str(fatbin)]
