@@ -711,12 +711,15 @@ TORCH_GRADIENT = """opt.zero_grad()
         (0.5 * (weight - state.step - hvd.rank()) ** 2).sum().backward()"""
 
 
-def grow(dies: str, full: str, start: str = "pass", torch: bool = False) -> list[str]:
+def grow(dies: str, full: str, start: str = "pass", torch: bool = False) -> Result:
     text = GROWN.replace("OPTIMIZER", IN_TORCH if torch else NUMPY)
     text = text.replace("GRADIENT", TORCH_GRADIENT if torch else GRADIENT)
     text = text.replace("DIES", dies).replace("FULL", full).replace("START", start)
     options = [*FT, "--prtemca", "prte_state_base_recoverable", "1"]
-    result = run_ranks(text, 3, options=options, timeout_s=60).check()
+    return run_ranks(text, 3, options=options, timeout_s=60).check()
+
+
+def ended(result: Result) -> list[str]:
     return sorted(re.findall(r"ENDS (.*)", result.stdout))
 
 
@@ -726,18 +729,19 @@ def grow(dies: str, full: str, start: str = "pass", torch: bool = False) -> list
 def test_a_replacement_joins_at_a_commit(torch: bool) -> None:
     if torch:
         pytest.importorskip("torch")
-    ends = grow(
+    result = grow(
         "if (me, state.step) == (1, 3): os.kill(os.getpid(), 9)",
         full="hvd.size() == 3 and 2 in state.sizes",
         torch=torch,
     )
-    assert ends == ["0 [3, 2, 3] [2, 3]", "1 [3, 2, 3] [2, 3]", "2 [3, 2, 3] [3]"]
+    expected = ["0 [3, 2, 3] [2, 3]", "1 [3, 2, 3] [2, 3]", "2 [3, 2, 3] [3]"]
+    assert ended(result) == expected, str(result)
 
 
 @pytest.mark.launches
 @needs_ulfm
 def test_replacements_and_those_who_started_them_may_die() -> None:
-    ends = grow(
+    result = grow(
         "n = str(state.sizes).count('3, 2')\n"
         "        who = [(1, 1), (0, 0), (None, 2), ()][n]\n"
         "        if (me, hvd.rank()) == who and state.sizes[-1:] == [3]:\n"
@@ -745,7 +749,8 @@ def test_replacements_and_those_who_started_them_may_die() -> None:
         full="hvd.size() == 3 and str(state.sizes).count('3, 2') == 3",
     )
     sizes = [3, 2, 3, 2, 3, 2, 3]
-    assert ends == [f"{i} {sizes} {sizes[first:]}" for i, first in enumerate([1, 2, 6])]
+    expected = [f"{i} {sizes} {sizes[first:]}" for i, first in enumerate([1, 2, 6])]
+    assert ended(result) == expected, str(result)
 
 
 DIES_AS_SOON_AS_IT_HAS_JOINED = """
@@ -766,23 +771,24 @@ if new and str(os.listdir()).count("one more") < 2:
 @needs_ulfm
 def test_replacements_may_die_as_soon_as_they_have_joined() -> None:
     """Open MPI must know by then how to reach them: it would wait forever to be told."""
-    ends = grow(
+    result = grow(
         "if (me, state.step) == (1, 3): os.kill(os.getpid(), 9)",
         full="hvd.size() == 3 and 2 in state.sizes",
         start=DIES_AS_SOON_AS_IT_HAS_JOINED,
     )
-    assert [end[:11] for end in ends] == [f"{i} [3, 2, 3]" for i in range(3)]
+    expected = [f"{i} [3, 2, 3]" for i in range(3)]
+    assert [end[:11] for end in ended(result)] == expected, str(result)
 
 
 @pytest.mark.launches
 @needs_ulfm
 def test_a_replacement_that_never_comes_holds_nobody_up() -> None:
-    ends = grow(
+    result = grow(
         "if (me, state.step) == (1, 3): os.kill(os.getpid(), 9)",
         full="state.step > 400",
         start="if new: os.kill(os.getpid(), 9)",
     )
-    assert ends == ["0 [3, 2] [2]", "1 [3, 2] [2]"]
+    assert ended(result) == ["0 [3, 2] [2]", "1 [3, 2] [2]"], str(result)
 
 
 @pytest.mark.launches
