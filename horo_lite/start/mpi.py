@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import ctypes
 import os
-import re
 import sys
 import threading
 import time
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from horo_lite.errors import LauncherError, PeerLostError, StallError, ranks_in_words
-from horo_lite.start import arrivals, ending
+from horo_lite.start import arrivals, ending, open_mpi
 from horo_lite.start.launcher import (
     SLURM,
     Launch,
@@ -209,14 +208,17 @@ def load(launch: Launch | None, warn_s: float = 0.0, abort_s: float = 0.0) -> An
         level = f"THREAD_{rc.thread_level}".upper() if rc.threads else "THREAD_SINGLE"
         rank = None if launch is None else launch.rank
         patience = Patience(-1 if rank is None else rank, warn_s, abort_s)
-        with _without_fabrics_on_one_host():
+        with open_mpi.parameters() as remove_files:
             _initialize(MPI, getattr(MPI, level), rc.errors, patience)
         # Not by mpi4py, which would finalize (and hang) in forked children as well.
         owner = os.getpid()
 
         def finalize() -> None:
-            if os.getpid() == owner and _finalizes and not MPI.Is_finalized():
+            if os.getpid() != owner:
+                return
+            if _finalizes and not MPI.Is_finalized():
                 MPI.Finalize()
+            remove_files()
 
         atexit.register(finalize)
     if launch and launch.size and launch.size > 1 and MPI.COMM_WORLD.size == 1:
@@ -256,66 +258,7 @@ def _initialize(MPI: Any, level: int, errors: str, patience: Patience) -> None:
             comm.Set_errhandler(getattr(MPI, handlers[errors]))
 
 
-@contextlib.contextmanager
-def _without_fabrics_on_one_host() -> Iterator[None]:
-    """Save most of the time that Open MPI's MPI_Init takes if all ranks are on one host.
-
-    Its component for remote memory access over fabrics (btl ofi) sleeps for a second when it is
-    closed, which it is if there is no fabric, on most machines. Within one host it is not used.
-    That for messages (mtl ofi) takes half of the remaining 0.3 s to look for a fabric. It is left
-    out only where there is none, so that programs which MPI_Comm_spawn starts select the same. What
-    the user has selected (`--mca btl …`, OMPI_MCA_btl, a parameter file) is used.
-    """
-    left_out = []
-    n_here, n_ranks = map(os.environ.get, ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"))
-    if n_here is not None and n_here == n_ranks:
-        chosen = {name.removeprefix(_MCA) for name in os.environ if name.startswith(_MCA)}
-        chosen.update(*map(_set_in, _parameter_files()))
-        if not chosen & {"btl", "mca_base_param_files"}:
-            left_out.append("btl")
-        if not chosen & {"mtl", "pml", "mca_base_param_files"} and not _has_fabric():
-            left_out.append("mtl")
-    os.environ.update({f"{_MCA}{name}": "^ofi" for name in left_out})
-    try:
-        yield
-    finally:
-        for name in left_out:
-            del os.environ[f"{_MCA}{name}"]  # not for processes that this one starts
-
-
-_MCA = "OMPI_MCA_"
 _finalizes = True
-
-
-def _has_fabric() -> bool:
-    """Return whether this host has InfiniBand, Omni-Path, EFA (all the first) or Slingshot."""
-    return any(any(Path("/sys/class", kind).glob("*")) for kind in ("infiniband", "cxi"))
-
-
-def _parameter_files() -> list[Path]:
-    """Return Open MPI's parameter files: the user's, and those of the library that is loaded."""
-    prefixes = [Path(path).resolve().parent.parent for path in _loaded_libraries()]
-    if "OPAL_PREFIX" in os.environ:
-        prefixes.append(Path(os.environ["OPAL_PREFIX"]))
-    folders = [prefix / "etc" for prefix in prefixes]
-    if any(prefix.is_relative_to("/usr") for prefix in prefixes):  # a distribution's
-        folders += Path("/etc").glob("openmpi*")
-    user = Path(os.path.expanduser("~/.openmpi/mca-params.conf"))
-    return [user, *(folder / "openmpi-mca-params.conf" for folder in folders)]
-
-
-def _set_in(file: Path) -> set[str]:
-    """Return the names of the parameters that a file sets."""
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        return set(re.findall(r"^\s*(\w+)\s*=", file.read_text(), re.M))
-    return set()
-
-
-def _loaded_libraries() -> list[str]:
-    """Return the files of the MPI library that this process has loaded."""
-    with contextlib.suppress(OSError), open("/proc/self/maps") as maps:
-        return sorted({line.split()[-1] for line in maps if "/libmpi" in line})
-    return []
 
 
 def end_without_finalize() -> None:
@@ -330,7 +273,7 @@ def end_without_finalize() -> None:
 
 def _mismatch(launch: Launch, library: str) -> LauncherError:
     """Return the error for ranks whose MPI library does not support the launcher."""
-    loaded = _loaded_libraries()
+    loaded = open_mpi.loaded_libraries()
     beside = [Path(path).resolve().parent.parent / "bin/mpiexec" for path in loaded]
     mpiexec = next((str(path) for path in beside if path.exists()), None)
     how = f"{mpiexec or 'its own mpiexec'} -n {launch.size} …"

@@ -6,6 +6,7 @@ import itertools
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,11 +14,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from launch import PATIENCE, Result, environment, mpi_name, mpiexec_path, run_ranks
+from launch import PATIENCE, Result, environment, mpi_name, mpiexec_path, run_ranks, start_ranks
 from worlds import on_ranks, script_on_ranks
 
 import horo_lite as hvd
-from horo_lite.start import cores, launcher, mpi
+from horo_lite.start import cores, launcher, open_mpi
 from horo_lite.start.cores import Cores
 from horo_lite.start.launcher import Launch
 from horo_lite.start.rank_info import position_of
@@ -368,7 +369,7 @@ def test_fabrics_are_left_out_on_one_host_unless_somebody_has_chosen(
     framework: str, chosen: str, tmp_path: Path
 ) -> None:
     """Open MPI's component btl ofi makes every rank sleep for a second if there are none."""
-    if framework == "mtl" and mpi._has_fabric():
+    if framework == "mtl" and open_mpi._has_fabric():
         pytest.skip("this host has a fabric, which is used")
     name, value = chosen.split(" = ")
     (tmp_path / ".openmpi").mkdir()
@@ -408,14 +409,124 @@ def test_only_the_loaded_open_mpi_has_its_parameter_file_read(
 ) -> None:
     """A distribution's package, which selects components, says nothing of one in a venv."""
     loaded = str(tmp_path / "lib" / "libmpi.so.40")
-    monkeypatch.setattr(mpi, "_loaded_libraries", lambda: [loaded])
+    monkeypatch.setattr(open_mpi, "loaded_libraries", lambda: [loaded])
     monkeypatch.setattr(Path, "glob", lambda self, pattern: [self / "openmpi"])
     monkeypatch.delenv("OPAL_PREFIX", raising=False)
     distributions = Path("/etc/openmpi/openmpi-mca-params.conf")
-    assert tmp_path / "etc" / "openmpi-mca-params.conf" in mpi._parameter_files()
-    assert distributions not in mpi._parameter_files()
+    assert tmp_path / "etc" / "openmpi-mca-params.conf" in open_mpi._parameter_files()
+    assert distributions not in open_mpi._parameter_files()
     loaded = "/usr/lib/x86_64-linux-gnu/openmpi/lib/libmpi.so.40.30.4"
-    assert distributions in mpi._parameter_files()
+    assert distributions in open_mpi._parameter_files()
+
+
+JOB_OF_A_CONTAINER = """
+import sys, time
+from pathlib import Path
+import numpy as np
+import horo_lite as hvd
+
+folder, me = Path(sys.argv[1]), int(sys.argv[2])
+world = hvd.init(test_hosts="1,1")
+hvd.barrier()
+(folder / f"{me} {world.rank}").touch()
+while len(list(folder.iterdir())) < 4:
+    time.sleep(0.01)
+for i in range(300):
+    mine = np.full(1000, 10.0 * me + world.rank + i)
+    assert (hvd.allreduce(mine, op=hvd.Sum) == 20 * me + 1 + 2 * i).all(), i
+with open("/proc/self/maps") as maps:
+    files = {tuple(line.split()[5:]) for line in maps if "/sm_segment." in line}
+assert len(files) == 2, files
+for path, *removed in files:
+    assert removed == (["(deleted)"] if "/horo_lite." in path else []), files
+print("I", me, world.rank, *sorted(Path(path).name for path, *_ in files))
+"""
+
+
+@pytest.mark.launches
+@pytest.mark.skipif(mpi_name() != "openmpi", reason="Open MPI's names of files")
+def test_jobs_in_containers_with_one_dev_shm_do_not_share_files(tmp_path: Path) -> None:
+    """Open MPI names them by the launcher's process ID, which is that of the other job as well."""
+    prefix = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+    if os.getuid():
+        prefix[1:1] = ["--user", "--map-root-user"]
+    if not shutil.which("unshare") or subprocess.run([*prefix, "true"], check=False).returncode:
+        pytest.skip("not allowed to make PID namespaces")
+    jobs = [
+        start_ranks(JOB_OF_A_CONTAINER, 2, args=[str(tmp_path), me], prefix=prefix) for me in "12"
+    ]
+    with jobs[0] as first, jobs[1] as second:
+        results = [job.wait(30).check() for job in (first, second)]
+    host = os.uname().nodename
+    names = [
+        open_mpi._name(
+            {
+                "PMIX_NAMESPACE": f"prterun-{host}-1@1",
+                "PMIX_HOSTNAME": host,
+                "OMPI_COMM_WORLD_NODE_RANK": str(rank),
+            }
+        )
+        for rank in range(2)
+    ]
+    assert [said(result) for result in results] == [
+        [" ".join([job, str(rank), *names]) for rank in range(2)] for job in "12"
+    ]
+
+
+def test_open_mpis_file_is_that_of_one_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    setting = "OMPI_MCA_btl_sm_backing_directory"
+    monkeypatch.setattr(open_mpi, "_parameter_files", list)
+    monkeypatch.setattr(open_mpi, "_SHM", tmp_path)
+    monkeypatch.setattr(open_mpi, "_n_mapped", lambda: n_mapped)
+    n_mapped = 1
+    monkeypatch.delenv(setting, raising=False)
+    monkeypatch.delenv("OMPI_COMM_WORLD_LOCAL_SIZE", raising=False)
+
+    def files() -> list[str]:
+        return sorted(path.name for path in tmp_path.rglob("*"))
+
+    with open_mpi.parameters():  # another MPI's job
+        assert setting not in os.environ
+        assert not files()
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "2")
+    monkeypatch.setenv("OMPI_COMM_WORLD_NODE_RANK", "1")
+    monkeypatch.setenv("PMIX_NAMESPACE", "prterun-node-29194@3")
+    monkeypatch.setenv("PMIX_HOSTNAME", "node")
+    monkeypatch.setenv(setting, "/the/users/own")
+    with open_mpi.parameters():
+        assert os.environ[setting] == "/the/users/own"
+        assert not files()
+    assert os.environ[setting] == "/the/users/own"
+    monkeypatch.delenv(setting)
+    with open_mpi.parameters():  # MPI selects other memory
+        assert setting not in os.environ
+        (name,) = files()
+    assert not files()
+    with open_mpi.parameters() as remove:
+        (tmp_path / name).write_text("memory")
+    remove()
+    assert files() == [name]  # Open MPI removes it
+    with open_mpi.parameters() as remove:  # another job's is there
+        folder = Path(os.environ[setting])
+        assert files() == sorted([folder.name, name, name])
+        (folder / name).write_text("memory")
+    assert setting not in os.environ
+    assert (folder / name).exists()  # one of two has not mapped it
+    remove()
+    assert files() == [name]
+    remove()
+    with open_mpi.parameters():  # MPI selects other memory
+        assert len(files()) == 3
+    assert files() == [name]
+    n_mapped = 2
+    with open_mpi.parameters():
+        folder = Path(os.environ[setting])
+        (folder / name).write_text("memory")
+    assert files() == [name]
+    monkeypatch.setenv("PMIX_NAMESPACE", "as of another launcher")
+    with open_mpi.parameters():
+        assert setting not in os.environ
+        assert files() == [name]
 
 
 # --- launchers and libraries that are strangers --------------------------------------------------
