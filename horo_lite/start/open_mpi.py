@@ -46,10 +46,11 @@ def parameters() -> Iterator[Callable[[], None]]:
     finally:
         for name in ours:
             del os.environ[f"{_MCA}{name}"]
-        if file is not None and file.exists() and not file.stat().st_size:
-            file.unlink()  # this Open MPI does not use it
-        if folder is not None and (not os.listdir(folder) or _n_mapped() >= int(n_here or 0)):
-            _remove(folder)  # from here, a kill leaves nothing
+        with contextlib.suppress(OSError):  # whatever has removed them
+            if file is not None and not file.stat().st_size:
+                file.unlink()  # this Open MPI does not use it
+            if folder is not None and (not os.listdir(folder) or _n_mapped() >= int(n_here or 0)):
+                _remove(folder)  # from here, a kill leaves nothing
 
 
 def _without_fabrics(chosen: set[str]) -> dict[str, str]:

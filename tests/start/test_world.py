@@ -523,6 +523,9 @@ def test_open_mpis_file_is_that_of_one_job(monkeypatch: pytest.MonkeyPatch, tmp_
         folder = Path(os.environ[setting])
         (folder / name).write_text("memory")
     assert files() == [name]
+    with open_mpi.parameters() as remove:
+        shutil.rmtree(os.environ[setting])  # as some hosts do when their user logs out
+    remove()
     monkeypatch.setenv("PMIX_NAMESPACE", "as of another launcher")
     with open_mpi.parameters():
         assert setting not in os.environ
