@@ -96,7 +96,7 @@ def _name(env: Mapping[str, str]) -> str:
     As in Open MPI 5.0's mca_btl_sm_component_init(); the job's number is that which
     opal_pmix_convert_nspace() returns.
     """
-    launcher, _, job = env["PMIX_NAMESPACE"].partition("@")
+    launcher, _, job = env["PMIX_NAMESPACE"].rpartition("@")
     bits = 0
     for byte in launcher.encode():  # "one at a time", by Bob Jenkins
         bits = (bits + byte) * 0x401 & 0xFFFFFFFF
