@@ -16,6 +16,8 @@ which ranks do without.
 
 JAX creates an MLIR context for each program that it lowers, and loads all dialects into it, which
 is a third of the CPU of lowering a small one, of which a test has hundreds. Here all share one.
+The ranks also share a cache of compiled programs, in which one could read what another has written
+only half (JAX then warns): here, a file gets its name when it is complete.
 
 Ranks may also be spared packages that are optional: HORO_LITE_TEST_WITHOUT names those that cannot
 be imported, as if they were not installed.
@@ -28,6 +30,7 @@ import importlib
 import importlib.util
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial, wraps
@@ -96,6 +99,7 @@ def execute_uncollected(loader: Any, module: ModuleType) -> None:
             type(loader).exec_module(loader, module)
         if module.__name__ == "jax":
             share_context()
+            importlib.import_module("jax._src.lru_cache").LRUCache.put = put_complete  # type: ignore[attr-defined]
     finally:
         if was_enabled:
             gc.freeze()
@@ -125,6 +129,14 @@ def share_context() -> None:
         return create() if mlir.ir.Context.current else shared()
 
     mlir.make_ir_context = context  # type: ignore[attr-defined]
+
+
+def put_complete(cache: Any, key: str, value: bytes) -> None:
+    """Add a compiled program to JAX's cache, where others see all of its file or none."""
+    incomplete = f"{cache.path}/{key}.{os.getpid()}.{threading.get_ident()}"
+    with open(incomplete, "wb") as file:
+        file.write(value)
+    os.replace(incomplete, f"{cache.path}/{key}-cache")
 
 
 class IfImported(str):
