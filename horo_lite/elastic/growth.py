@@ -25,6 +25,8 @@ from horo_lite.transports.peers import host_key
 _VARIABLE = "HORO_LITE_REPLACEMENT"
 # How long connecting a replacement that has reached elastic.run to the others may take.
 _CONNECT_S = 15.0
+# How long one that was started may take to reach elastic.run, before rank 0 says that it has not.
+_REPORT_S = 300.0
 # The messages that its starter sends it, in addition to the name of a port.
 _GO, _LEAVE = "go", "leave"
 
@@ -45,6 +47,7 @@ class Replacements:
         self._max_size = max_size
         self._peer: Any = None  # a communicator with the replacement, once it is ready
         self._started = self._ended = False
+        self._report_at = float("inf")
 
     def wanted(self, size: int) -> bool:
         """Return whether a world of that size should grow."""
@@ -52,12 +55,19 @@ class Replacements:
 
     def ready(self) -> bool:
         """Return whether a replacement waits to be added to the world; for rank 0."""
+        if self._peer is None and time.monotonic() > self._report_at:
+            self._report_at = float("inf")
+            say(
+                f"the replacement started {_REPORT_S:.0f} s ago has not reached elastic.run: "
+                "continuing without it. It may be slow or have died, or MPI may still wait for it; "
+                "no other is started"
+            )
         return self._peer is not None
 
     def start(self) -> None:
         """Start a replacement, unless one has been started. Called by rank 0."""
         if not self._started:
-            self._started = True
+            self._started, self._report_at = True, time.monotonic() + _REPORT_S
             threading.Thread(target=self._spawn, name="horo_lite spawn", daemon=True).start()
 
     def end(self) -> None:
@@ -115,6 +125,8 @@ class Replacements:
                 "have a slot for it? (--oversubscribe)"
             )
             return
+        finally:
+            self._report_at = float("inf")
         self._peer = peer
         if self._ended:
             self.end()

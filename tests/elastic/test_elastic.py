@@ -786,9 +786,11 @@ def test_a_replacement_that_never_comes_holds_nobody_up() -> None:
     result = grow(
         "if (me, state.step) == (1, 3): os.kill(os.getpid(), 9)",
         full="state.step > 400",
-        start="if new: os.kill(os.getpid(), 9)",
+        start="if new: os.kill(os.getpid(), 9)\nhvd.elastic.growth._REPORT_S = 1.0",
     )
     assert ended(result) == ["0 [3, 2] [2]", "1 [3, 2] [2]"], str(result)
+    report = "the replacement started 1 s ago has not reached elastic.run: continuing without it"
+    assert result.stderr.count(report) == 1, str(result)
 
 
 @pytest.mark.launches
