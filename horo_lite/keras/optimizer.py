@@ -274,12 +274,15 @@ def load_model(
     `DistributedOptimizer`, which files do not contain. Only `backward_passes_per_step` is saved by
     Keras 3, as gradient_accumulation_steps: if it is not given again, Keras averages over the
     passes. With `shard_state`, every rank loads the file.
+
+    An optimizer that something in `custom_objects` has made a DistributedOptimizer stays as it is.
     """
     known = {kind.__name__: kind for kind in custom_optimizers or ()} | dict(custom_objects or {})
     model = keras.models.load_model(filepath, known or None, compile, safe_mode)
-    if getattr(model, "optimizer", None) is not None:
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None and not isinstance(optimizer, Averaging):
         model.optimizer = DistributedOptimizer(
-            model.optimizer,
+            optimizer,
             compression=compression,
             op=op,
             sparse_as_dense=sparse_as_dense,

@@ -411,6 +411,33 @@ def check_files() -> None:
         assert len(told) == (world.rank == 0 and world.size > 1)
 
 
+def check_a_custom_object_that_is_distributed() -> None:
+    """Scripts for Horovod load a class of their own as a DistributedOptimizer."""
+    for family in FAMILIES:
+        made: list[Any] = []
+
+        class Own(family.SGD):  # type: ignore[misc]
+            pass
+
+        class Loaded(Own):  # type: ignore[misc]
+            @classmethod
+            def from_config(cls, config: Any, custom_objects: Any = None) -> Any:
+                made.append(hvd.DistributedOptimizer(Own.from_config(config)))  # noqa: B023
+                return made[-1]  # noqa: B023
+
+        folder = hvd.broadcast_object(tempfile.mkdtemp() if world.rank == 0 else "")
+        path = str(Path(folder, "model.h5"))
+        model = compiled(hvd.DistributedOptimizer(Own(0.01)))
+        fit(model, epochs=1, callbacks=broadcast())
+        if world.rank == 0:
+            model.save(path)
+        hvd.barrier()
+        loaded = hvd.load_model(path, custom_objects={"Own": Loaded})
+        assert loaded.optimizer is made[-1]
+        fit(loaded, epochs=1)
+        check_same_bits(loaded)
+
+
 def model_of_rank(path: str, family: Any) -> Any:
     """Return the model of a file on rank 0, and another one on the others."""
     if world.rank > 0:
@@ -1442,7 +1469,11 @@ def check_random_programs() -> None:
 
 
 HELPERS = ("check_same_bits", "check_close", "check_as_alone", "check_shares", "check_alike")
-OF_KERAS2 = (check_sync_batch_normalization, check_a_loop_of_ones_own)
+OF_KERAS2 = (
+    check_sync_batch_normalization,
+    check_a_loop_of_ones_own,
+    check_a_custom_object_that_is_distributed,
+)
 OF_BOTH = (
     check_fit_equals_one_process,
     check_an_optimizer_that_has_trained_is_wrapped,

@@ -44,7 +44,7 @@ def test_tf_keras_trains_as_one_process_would(size: int) -> None:
     checks = FOLDER / "keras_checks.py"
     env = {**QUIET, "TF_USE_LEGACY_KERAS": "1"}
     result = run_ranks(checks, size, env=env, timeout_s=LIMIT_S).check()
-    assert result.stdout.count(f"tf_keras on {size}: check_") == 12, result
+    assert result.stdout.count(f"tf_keras on {size}: check_") == 13, result
 
 
 def test_a_rank_with_more_steps_is_told_who_left() -> None:
