@@ -254,6 +254,27 @@ class DistributedGradientTape:
         averages = averager(variables, found, weight, names=names)
         return tf.nest.pack_sequence_as(gradients, averages)
 
+    @as_it_is
+    def get_local_and_global_gradients(
+        self,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        use_generic_names: bool = False,
+    ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
+        """Return what `gradient()` returns as (source, gradient): the local sources, and the rest.
+
+        The arguments are those of `gradient()`.
+        """
+        gradients = self.gradient(
+            target, sources, output_gradients, use_generic_names=use_generic_names
+        )
+        local = {id(identity(source)) for source in self._local}
+        found: tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]] = [], []
+        for pair in zip(tf.nest.flatten(sources), tf.nest.flatten(gradients), strict=True):
+            found[id(identity(pair[0])) not in local].append(pair)
+        return found
+
     def _transform_of(self, sources: Sequence[Any]) -> Transform:
         """Return what averages the gradients of these sources in all steps, for each its own tape.
 

@@ -531,7 +531,7 @@ def _gathered_slices(
 ) -> tf.IndexedSlices:
     """Gather all ranks' rows: adding up rows with the same index gives the average or sum."""
     if op not in (Average, Sum):
-        raise ValueError(
+        raise NotImplementedError(  # what Horovod raises
             f"allreduce of IndexedSlices takes op=Average or op=Sum, not {op}: for other ops, pass "
             "tf.convert_to_tensor(slices)"
         )

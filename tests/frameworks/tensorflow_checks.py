@@ -260,7 +260,7 @@ def check_indexed_slices(made: Maker) -> None:
         np.testing.assert_allclose(dense, [(RANKS + 1).sum() / n], rtol=1e-6)
         # Two allgathers, the values divided for an average: the average of g, also divided by it.
         np.testing.assert_allclose(slope, np.full_like(values, (2.0**RANKS).mean() / n), rtol=1e-6)
-    with pytest.raises(ValueError, match="IndexedSlices takes op=Average or op=Sum"):
+    with pytest.raises(NotImplementedError, match="IndexedSlices takes op=Average or op=Sum"):
         made(partial(reduced, op=hvd.Max))(tf.constant(values))
 
 
@@ -724,6 +724,19 @@ def check_horovods_options_of_a_tape(made: Maker) -> None:
     kernel, _, squares = made(partly)()
     np.testing.assert_allclose(kernel, np.full((2, 1), (RANK + 1) / SIZE), rtol=1e-6)
     np.testing.assert_allclose(squares, [2.0, 8.0], rtol=1e-6)
+
+    def apart() -> Any:
+        with tf.GradientTape() as tape:
+            loss = (tf.reduce_sum(local**2) + tf.reduce_sum(shared**2)) * (RANK + 1)
+        tape = hvd.DistributedGradientTape(tape)
+        tape.register_local_source(local)
+        here, everywhere = tape.get_local_and_global_gradients(loss, [shared, local])
+        assert [source is local for source, _ in here] == [True]
+        assert [source is shared for source, _ in everywhere] == [True]
+        return here[0][1], everywhere[0][1]
+
+    for gradient, expected in zip(made(apart)(), (own / SIZE, mean), strict=True):
+        np.testing.assert_allclose(gradient, expected, rtol=1e-6)
 
 
 def adasum_of(per_rank: list[Any]) -> Any:
