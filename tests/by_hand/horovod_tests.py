@@ -64,24 +64,28 @@ def run_as_rank(test: str) -> int:
 
 
 def job(test: str, n: int) -> tuple[str, str]:
-    """Return the end and the error of a job that runs a test, of the rank that failed first."""
+    """Return how a job that runs a test ended, and an error that caused it."""
     with tempfile.TemporaryDirectory() as folder:
         line = f'exec {sys.executable} {__file__} --rank "{test}" >{folder}/out.${RANK} 2>&1'
-        launcher = Path(sys.executable).with_name("mpiexec")
+        launcher = [sys.executable, "-m", "horo_lite", "-n", str(n)]
         with contextlib.suppress(subprocess.TimeoutExpired):
-            subprocess.run(
-                [launcher, "--oversubscribe", "-n", str(n), "bash", "-c", line],
+            done = subprocess.run(
+                [*launcher, "bash", "-c", line],
                 capture_output=True,
+                text=True,
                 timeout=120,
                 check=False,
             )
+            if not any(Path(folder).iterdir()):
+                raise SystemExit(f"no rank has started:\n{done.stderr}")
         outputs = [path.read_text() for path in Path(folder).iterdir()]
     ends = [re.search(r"1 (passed|failed|skipped)", output) for output in outputs]
     errors = [re.search(r"^E +(.*)", output, re.M) for output in outputs]
-    found = [error[1] for error in errors if error]
-    found.sort(key=lambda error: "PeerLostError" in error)  # others of a rank that has failed
+    # Other ranks than the one that failed raise PeerLostError.
+    found = sorted((error[1] for error in errors if error), key=lambda e: "PeerLostError" in e)
     named = {end[1] if end else "not ended" for end in ends}
-    return "failed" if "failed" in named else min(named), found[0] if found else ""
+    ended = "failed" if "failed" in named else min(named, default="not ended")
+    return ended, next(iter(found), "")
 
 
 def main() -> None:
