@@ -59,8 +59,9 @@ class Replacements:
             self._report_at = float("inf")
             say(
                 f"the replacement started {_REPORT_S:.0f} s ago has not reached elastic.run: "
-                "continuing without it. It may be slow or have died, or MPI may still wait for it; "
-                "no other is started"
+                "continuing without it. It is slow or has died (see its output), or MPI_Comm_spawn "
+                "waits forever. No other is started: to train on all ranks again, restart the job "
+                "from its checkpoint"
             )
         return self._peer is not None
 
