@@ -8,6 +8,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from horo_lite.collectives.calls import AllGatherBytes, BroadcastBytes
+from horo_lite.errors import warn
 from horo_lite.horovod.process_sets import global_process_set, group_of, root_in
 from horo_lite.ops import transfer_objects
 from horo_lite.state.broadcast import broadcast_optimizer_state as _broadcast_optimizer_state
@@ -46,7 +47,23 @@ def broadcast_parameters(
             f"of tensors, not {params!r}, into which nothing can be written"
         )
     group = group_of(process_set)
+    if isinstance(params, torch.nn.Module) and group.rank == 0 and group.size > 1:
+        _warn_of_plain_batch_norms(params)
     _broadcast_parameters(params, root_in(group, root_rank), group=group)
+
+
+def _warn_of_plain_batch_norms(model: torch.nn.Module) -> None:
+    """Warn of PyTorch's own SyncBatchNorm, which does not know these ranks, and raises no error."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return
+    names = [n for n, layer in model.named_modules() if isinstance(layer, torch.nn.SyncBatchNorm)]
+    if names:
+        warn(
+            f"{names[0]!r} is a torch.nn.SyncBatchNorm, which normalizes by this rank's samples "
+            "only while torch.distributed has no process group. "
+            "horo_lite.torch.SyncBatchNorm.convert_sync_batchnorm(model) makes it, and all like "
+            "it, normalize by those of all ranks"
+        )
 
 
 def broadcast_optimizer_state(

@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch.autograd.function import once_differentiable
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 
 from horo_lite.collectives.group import Group
 from horo_lite.collectives.reductions import Sum
@@ -53,6 +53,46 @@ class SyncBatchNorm(_BatchNorm):
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
         self.process_set = process_set
+
+    @classmethod
+    def convert_sync_batchnorm(
+        cls,
+        module: torch.nn.Module,
+        process_set: ProcessSet | Group | None = global_process_set,
+    ) -> torch.nn.Module:
+        """Make every BatchNorm of a model a SyncBatchNorm; the counterpart of PyTorch's.
+
+        PyTorch's own SyncBatchNorm layers, too: without a process group of torch.distributed they
+        are plain BatchNorms. The layers remain the same objects, with the same parameters, so an
+        optimizer that was created before remains valid.
+
+        Args:
+            module: The model, or one layer.
+            process_set: The ranks that take part.
+
+        Returns:
+            `module`.
+
+        Raises:
+            ValueError: A layer is lazy, or does more than a BatchNorm. Nothing has changed.
+        """
+        layers = [(n, m) for n, m in module.named_modules() if isinstance(m, _BatchNorm)]
+        for name, layer in layers:
+            if isinstance(layer, _LazyNormBase):
+                raise ValueError(
+                    f"layer {name!r} is lazy and does not know its number of features yet: call "
+                    "the model with a batch first, on every rank"
+                )
+            known = _BatchNorm.forward, torch.nn.SyncBatchNorm.forward, cls.forward
+            if type(layer).forward not in known:
+                raise ValueError(
+                    f"layer {name!r} is a {type(layer).__name__}, whose forward() is not that of a "
+                    "BatchNorm and would be lost: replace it yourself"
+                )
+        for _, layer in layers:
+            layer.__class__ = cls  # with its parameters, hooks and attributes
+            layer.process_set = process_set  # type: ignore[assignment]
+        return module
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:

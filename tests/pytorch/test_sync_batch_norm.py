@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import io
+import operator
 import pickle
 from typing import Any
 
 import pytest
-from launch import RanksFailedError, run_threads
+from launch import RanksFailedError, run_and_hear, run_threads
 from worlds import on_ranks
 
 torch = pytest.importorskip("torch")
@@ -496,6 +497,58 @@ def test_states_are_batch_norms() -> None:
     run_threads(1, lambda group: copy.deepcopy(SyncBatchNorm(3, process_set=group)))
     assert pickle.loads(pickle.dumps(sets[0])).ranks == [0, 3]
     assert repr(layer).startswith("SyncBatchNorm(3, eps=1e-05, momentum=0.1, affine=True")
+
+
+@pytest.mark.parametrize("norm", [torch.nn.BatchNorm2d, torch.nn.SyncBatchNorm])
+def test_a_converted_model_is_that_of_the_whole_batch(norm: Any) -> None:
+    cuts = [2, 3]
+    xs = [batch(5, 4, step) for step in range(3)]
+    whole = results(Twice(lambda: torch.nn.BatchNorm2d(FEATURES)), xs, 0)
+
+    def rank(group: Group) -> dict[str, Any]:
+        net = Twice(lambda: norm(FEATURES))
+        parameters, seen = list(net.parameters()), []
+        net.norm.register_forward_hook(lambda *_: seen.append(1))
+        assert SyncBatchNorm.convert_sync_batchnorm(net.eval(), process_set=group) is net
+        assert not net.norm.training
+        assert all(map(operator.is_, net.parameters(), parameters))
+        found = results(
+            net.train(), [x.split(cuts)[group.rank] for x in xs], sum(cuts[: group.rank])
+        )
+        assert len(seen) == 2 * len(xs)
+        return found
+
+    compare(whole, run_threads(2, rank), cuts, {"rtol": 1e-10, "atol": 1e-10})
+
+
+def test_pytorchs_own_is_a_warning_when_the_model_is_broadcast() -> None:
+    def rank(group: Group) -> None:
+        net = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.SyncBatchNorm(1))
+        hvd.broadcast_parameters(net, process_set=group)
+        SyncBatchNorm.convert_sync_batchnorm(net, process_set=group)
+        hvd.broadcast_parameters(net, process_set=group)
+
+    _, (warned,) = run_and_hear(2, rank)
+    assert "'1' is a torch.nn.SyncBatchNorm, which normalizes by this rank's samples" in warned
+    assert run_and_hear(1, rank)[1] == []
+
+
+def test_layers_that_cannot_be_converted_are_named() -> None:
+    class WithActivation(torch.nn.BatchNorm2d):
+        def forward(self, x: Any) -> Any:
+            return torch.relu(super().forward(x))
+
+    for other, said in (
+        (torch.nn.LazyBatchNorm2d(), "'1' is lazy"),
+        (WithActivation(FEATURES), r"'1' is a WithActivation, whose forward\(\)"),
+    ):
+        net = torch.nn.Sequential(torch.nn.BatchNorm2d(FEATURES), other)
+        with pytest.raises(ValueError, match=said):
+            SyncBatchNorm.convert_sync_batchnorm(net)
+        assert type(net[0]) is torch.nn.BatchNorm2d
+    layer = torch.nn.BatchNorm2d(FEATURES)
+    assert SyncBatchNorm.convert_sync_batchnorm(layer).process_set is global_process_set
+    assert SyncBatchNorm.convert_sync_batchnorm(layer) is layer  # a second time
 
 
 # Convolutions, SyncBatchNorm and an optimizer over real ranks, plain, compiled and within a process
