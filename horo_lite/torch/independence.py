@@ -67,6 +67,7 @@ def what_is_independent(optimizer: Any, given: bool | str) -> str:
 class _Outcome(NamedTuple):
     """What a copy of the optimizer made of the small parameters that it had."""
 
+    has_others: bool  # it has also changed what stands for parameters outside of param_groups
     values: dict[int, Any]  # flat
     state: dict[tuple[int, str], tuple[Any, bool]]  # flat, and whether it is in the same shape
     numbers: dict[tuple[int, str], Any]  # in the options of each group
@@ -94,7 +95,7 @@ def check_independent(optimizer: Any, step: Callable[[Any], Any], claimed: str) 
     like = [
         (g, *each)
         for g, group in enumerate(optimizer.param_groups)
-        for each in islice(filter(_is_tried, with_names(group)), _N_TRIED)
+        for each in islice((x for x in with_names(group) if _is_tried(x[0])), _N_TRIED)
     ]
     why = ""
     for dtype in _ROUNDING:
@@ -104,10 +105,10 @@ def check_independent(optimizer: Any, step: Callable[[Any], Any], claimed: str) 
                 (before,) = updated(1, 0)
                 for n_steps in _N_STEPS:
                     (whole,) = updated(1, n_steps)
-                    if has_changed := whole.differs(before):
+                    if (has_changed := whole.differs(before)) or whole.has_others:
                         break
-                parts = updated(_N_COPIES, n_steps)
-            if like and not has_changed:
+                parts = [] if whole.has_others else updated(_N_COPIES, n_steps)
+            if like and not (has_changed or whole.has_others):
                 raise RuntimeError(f"nothing has changed after {n_steps} steps")
             break
         except Exception as error:
@@ -117,6 +118,13 @@ def check_independent(optimizer: Any, step: Callable[[Any], Any], claimed: str) 
             f"shard_state={claimed!r}: {name} could not be tried with small parameters ({why}). "
             f"If its update of some depends on other {claimed}, they will not be what they are "
             "without shard_state"
+        )
+    if whole.has_others:
+        raise ValueError(
+            f"shard_state={claimed!r}: step() of {name} changes parameters that it does not take "
+            "from its param_groups, such as those of another optimizer inside it, so each rank "
+            "would update all of them: pass that one to DistributedOptimizer, and the result to "
+            f"{name}, or omit shard_state"
         )
     owners = [f"a parameter of shape {list(parameter.shape)}" for _, parameter, _ in like]
     compared = [
@@ -148,8 +156,7 @@ def check_independent(optimizer: Any, step: Callable[[Any], Any], claimed: str) 
     return ""
 
 
-def _is_tried(named: tuple[Any, str]) -> bool:
-    parameter, _ = named
+def _is_tried(parameter: Any) -> bool:
     return bool(parameter.is_floating_point() and parameter.numel())
 
 
@@ -165,20 +172,17 @@ def _updated(
     """Update small parameters, `like` those of the groups, in so many copies of the optimizer."""
     outcomes = []
     for owner in range(n_owners):
-        trial = _copy(optimizer)
+        trial, others = _copy(optimizer, dtype)
         parts = []
         for i, (g, parameter, name) in enumerate(like):
-            shape = [min(n, round(_SIZE ** (1 / parameter.dim()))) for n in parameter.shape]
+            shape = _small(parameter)
             places = torch.arange(math.prod(shape), device=parameter.device).reshape(shape)
             if claimed == ELEMENTS and n_owners > 1:
                 places = places.flatten().tensor_split(n_owners)[owner]
             elif i % n_owners != owner:
                 continue
             if places.numel():
-                part = torch.sin(places + i).to(dtype)
-                resemble(part, parameter)
-                if hasattr(part, "grad_dtype"):
-                    part.grad_dtype = dtype
+                part = _like(torch.sin(places + i), parameter, dtype)
                 add_parameter(trial.param_groups[g], name, part)
                 parts.append((i, part, places))
         for k in range(n_steps):
@@ -188,6 +192,8 @@ def _updated(
                 if k > 0:  # their signs change, and they grow: some optimizers clip them
                     grad = torch.cos(places + 2 * i) * (1 + places) * torch.sin(places + 2.0 * k)
                 part.grad = (grad * 2**k * (1 if i % 2 else 0.01)).to(dtype)
+            for other in others:
+                other.grad = torch.ones_like(other)
             step(trial)
         numbers = {
             (g, key): _flat(x)
@@ -207,8 +213,23 @@ def _updated(
             or (type(x) is torch.Tensor and x.layout is torch.strided and not x.is_complex())
         }
         values = {i: part.detach().flatten() for i, part, _ in parts}
-        outcomes.append(_Outcome(values, state, numbers))
+        has_others = any(not torch.equal(x, torch.ones_like(x)) for x in others)
+        outcomes.append(_Outcome(has_others, values, state, numbers))
     return outcomes
+
+
+def _small(parameter: Any) -> list[int]:
+    """Return the shape of one that is like a parameter, but has few elements."""
+    return [min(n, round(_SIZE ** (1 / parameter.dim()))) for n in parameter.shape]
+
+
+def _like(x: Any, parameter: Any, dtype: torch.dtype) -> Any:
+    """Return a tensor of that dtype, and otherwise like a parameter."""
+    part = x.to(dtype)
+    resemble(part, parameter)
+    if hasattr(part, "grad_dtype"):
+        part.grad_dtype = dtype
+    return part
 
 
 def _flat(x: Any) -> Any:
@@ -216,9 +237,17 @@ def _flat(x: Any) -> Any:
     return torch.as_tensor(x, dtype=torch.float64).flatten()
 
 
-def _copy(optimizer: Any) -> Any:
-    """Return a copy of an optimizer, without parameters, state and hooks."""
-    known = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+def _copy(optimizer: Any, dtype: torch.dtype) -> tuple[Any, list[Any]]:
+    """Return a copy of an optimizer, without parameters, state and hooks; and these others.
+
+    Where the optimizer refers to its parameters outside of param_groups, the copy refers to small
+    ones, of ones, so that its steps do not change the user's.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    known: dict[int, Any] = {
+        id(p): _like(torch.ones(_small(p), device=p.device), p, dtype) for p in parameters
+    }
+    others = [known[id(p)] for p in filter(_is_tried, parameters)]
     trial = object.__new__(type(optimizer))
     left_out = ("step", "state", "param_groups", "_exchange")
     for key, x in vars(optimizer).items():
@@ -234,7 +263,7 @@ def _copy(optimizer: Any) -> Any:
         if "lr" in options and not options["lr"]:  # at the beginning of a warm-up
             options["lr"] = 1e-3
         trial.param_groups.append(options)
-    return trial
+    return trial, others
 
 
 def with_names(group: dict[str, Any]) -> Iterator[tuple[Any, str]]:

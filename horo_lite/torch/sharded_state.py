@@ -364,11 +364,16 @@ class ShardedUpdate(GradientExchange):
                     gradient = gradient.detach().reshape(-1)[piece.start : piece.stop]
                 resemble(tensor, parameter)
                 tensor.grad = gradient
+        before = optimizer.state
         optimizer.param_groups, optimizer.state = shares, state.own
         try:
             yield
         finally:
             optimizer.param_groups, optimizer.state = groups, state
+            if before is not state:
+                # An optimizer around this one may keep it as its own state: saving that fails now.
+                before.clear()
+                before["sharded"] = state
             for group, share in zip(groups, shares, strict=True):  # some write into their options
                 group.update({key: x for key, x in share.items() if key not in OF_EACH})
             for tensor in pieces:

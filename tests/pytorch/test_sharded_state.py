@@ -906,6 +906,68 @@ def test_trying_an_optimizer_changes_nothing() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+class HasOne(optim.Optimizer):
+    """Leaves the update to another optimizer of the same parameters, or does it with its own list."""
+
+    def __init__(self, params: Any, kind: str) -> None:
+        params = list(params)
+        super().__init__(params, {"lr": 0.1})
+        self.inner = optim.SGD(params, lr=0.1) if kind == "inside" else None
+        self.parameters = params
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        if self.inner is not None:
+            return self.inner.step(closure)
+        for p in self.parameters:
+            if p.grad is not None:
+                p.sub_(p.grad, alpha=0.1)
+
+
+@pytest.mark.parametrize("kind", ["inside", "a list"])
+def test_an_optimizer_that_updates_what_is_not_in_its_groups(kind: str) -> None:
+    def rank(group: Group) -> None:
+        for claimed in ("elements", "parameters"):
+            net = network()
+            inner = HasOne(net.parameters(), kind)
+            optimizer = DistributedOptimizer(inner, process_set=group, shard_state=claimed)
+            backward(net, 0, group.rank)
+            with pytest.raises(ValueError, match="HasOne changes parameters that it does not take"):
+                optimizer.step()
+            assert_same_bits(net, network())  # trying it has not changed them
+
+    run_threads(2, rank)
+
+
+class Around(optim.Optimizer):
+    """Has the same state as the optimizer inside it, which saves it, as some of its kind do."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner, self.state = inner, inner.state
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+def test_an_optimizer_around_it_cannot_save_its_state_as_an_empty_one() -> None:
+    def rank(group: Group) -> None:
+        net = network()
+        outer = Around(wrap(optim.Adam(net.parameters()), group))
+        state: Any = {}
+        for loads in (False, True):
+            if loads:
+                outer.inner.load_state_dict(state)
+                outer.state = outer.inner.state
+            train(net, outer, group.rank, range(2))
+            with pytest.raises(RuntimeError, match=r"save what its state_dict\(\) returns"):
+                torch.save(outer.state_dict(), io.BytesIO())
+            state = outer.inner.state_dict()
+            assert len(state["state"]) == len(list(net.parameters()))
+
+    run_threads(2, rank)
+
+
 def test_an_optimizer_of_float32_only_with_state_of_its_own_is_tried() -> None:
     class OfFloat32(Combines):
         def __init__(self, params: Any, kind: str) -> None:
