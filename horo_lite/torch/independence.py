@@ -20,6 +20,8 @@ from horo_lite.state.trees import Tree, in_brackets
 
 ELEMENTS = "elements"
 PARAMETERS = "parameters"
+KEPT, CHANGED, DROPPED = "kept", "changed", "dropped"
+"""What step() does to gradients."""
 _INDEPENDENT = {
     **dict.fromkeys(
         ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop",
@@ -71,13 +73,14 @@ class _Outcome(NamedTuple):
     values: dict[int, Any]  # flat
     state: dict[tuple[int, str], tuple[Any, bool]]  # flat, and whether it is in the same shape
     numbers: dict[tuple[int, str], Any]  # in the options of each group
+    gradients: str  # what has become of them: KEPT, CHANGED or DROPPED
 
     def differs(self, other: _Outcome) -> bool:
         """Return whether other parameters have come out."""
         return any(not torch.equal(x, other.values[i]) for i, x in self.values.items())
 
 
-def check_independent(optimizer: Any, step: Callable[[Any], Any], claimed: str) -> str:
+def check_independent(optimizer: Any, step: Callable[[Any], Any], claimed: str) -> tuple[str, str]:
     """Raise ValueError if the optimizer does not update independently what is claimed.
 
     Tried on a copy of it, with small parameters, which are updated together, and then by copies of
@@ -89,7 +92,8 @@ def check_independent(optimizer: Any, step: Callable[[Any], Any], claimed: str) 
         claimed: ELEMENTS or PARAMETERS.
 
     Returns:
-        Why it could not be tried; or nothing.
+        What step() does to gradients (KEPT, CHANGED or DROPPED), and why the optimizer could not be
+        tried, or nothing.
     """
     name = type(optimizer).__name__
     like = [
@@ -114,7 +118,7 @@ def check_independent(optimizer: Any, step: Callable[[Any], Any], claimed: str) 
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
     else:
-        return (
+        return KEPT, (
             f"shard_state={claimed!r}: {name} could not be tried with small parameters ({why}). "
             f"If its update of some depends on other {claimed}, they will not be what they are "
             "without shard_state"
@@ -153,7 +157,7 @@ def check_independent(optimizer: Any, step: Callable[[Any], Any], claimed: str) 
                 "result than one with all.) Omit shard_state"
                 + (', or try "parameters"' if claimed == ELEMENTS else "")
             )
-    return ""
+    return whole.gradients, ""
 
 
 def _is_tried(parameter: Any) -> bool:
@@ -174,6 +178,7 @@ def _updated(
     for owner in range(n_owners):
         trial, others = _copy(optimizer, dtype)
         parts = []
+        made: set[str] = set()
         for i, (g, parameter, name) in enumerate(like):
             shape = _small(parameter)
             places = torch.arange(math.prod(shape), device=parameter.device).reshape(shape)
@@ -194,7 +199,9 @@ def _updated(
                 part.grad = (grad * 2**k * (1 if i % 2 else 0.01)).to(dtype)
             for other in others:
                 other.grad = torch.ones_like(other)
+            given = [(part, part.grad, part.grad._version) for _, part, _ in parts]
             step(trial)
+            made |= {_made_of(gradient, version, part.grad) for part, gradient, version in given}
         numbers = {
             (g, key): _flat(x)
             for g, group in enumerate(trial.param_groups)
@@ -214,8 +221,16 @@ def _updated(
         }
         values = {i: part.detach().flatten() for i, part, _ in parts}
         has_others = any(not torch.equal(x, torch.ones_like(x)) for x in others)
-        outcomes.append(_Outcome(has_others, values, state, numbers))
+        left = DROPPED if made == {DROPPED} else KEPT if made <= {KEPT} else CHANGED
+        outcomes.append(_Outcome(has_others, values, state, numbers, left))
     return outcomes
+
+
+def _made_of(gradient: Any, version: int, left: Any) -> str:
+    """Return what a step has made of a gradient, of which this is left."""
+    if left is None:
+        return DROPPED
+    return KEPT if left is gradient and gradient._version == version else CHANGED
 
 
 def _small(parameter: Any) -> list[int]:

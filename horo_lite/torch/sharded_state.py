@@ -35,7 +35,10 @@ from horo_lite.state.trees import mapped
 from horo_lite.state.wrapper import DividedState
 from horo_lite.torch.exchange import IN_BACKWARD, GradientExchange
 from horo_lite.torch.independence import (
+    CHANGED,
+    DROPPED,
     ELEMENTS,
+    KEPT,
     OF_EACH,
     add_parameter,
     check_independent,
@@ -164,6 +167,7 @@ class ShardedUpdate(GradientExchange):
         self, optimizer: Any, named: list[tuple[str, Any]] | None, options: Options
     ) -> None:
         self._is_tried = False
+        self._leaves_gradients = KEPT
         self._independent = what_is_independent(optimizer, options.shard_state)
         # Optimizers of torch.optim update no parameter without a gradient.
         self._updates_all = isinstance(options.shard_state, str)
@@ -194,11 +198,24 @@ class ShardedUpdate(GradientExchange):
     def follow_world(self) -> None:
         super().follow_world()
         self._averages: list[_Average] = []
+        self._used: dict[Slot, tuple[Any, int]] = {}
         self._shared: SharedParameters | None = None
 
     def begin(self, *, keeps_pending: bool = False) -> None:
         super().begin(keeps_pending=keeps_pending)
         self._averages = []
+        self._used = {}
+
+    def touch(self, slot: Slot) -> None:
+        gradient, version = self._used.pop(slot, (None, 0))
+        is_it = gradient is not None and gradient is slot.parameter.grad
+        if is_it and gradient._version == version + 1:  # added to, and not set to zero before
+            raise RuntimeError(
+                f"backward() has added to the gradient of {slot.name!r}, but step() of "
+                f"{self._base.__name__} has changed gradients, with shard_state this rank's share "
+                "of them only: call zero_grad() after step()"
+            )
+        super().touch(slot)
 
     def exchange(self, where: int = IN_BACKWARD) -> None:
         division = self.reducer.division
@@ -307,11 +324,15 @@ class ShardedUpdate(GradientExchange):
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         result = super().step(*args, **kwargs)
-        if self.options.shard_gradients and self.group is not None:
+        drops = self._leaves_gradients == DROPPED  # this rank, those of its share
+        if drops or (self.options.shard_gradients and self.group is not None):
             # The next pass must not add to them. Each time, and in a world of one, too, so that a
             # program without zero_grad() computes the same on any number of ranks.
             for _, parameter in self._parameters():
                 parameter.grad = None
+        elif self._leaves_gradients == CHANGED:
+            given = [(slot, slot.parameter.grad) for slot in self.slots]
+            self._used = {slot: (g, g._version) for slot, g in given if g is not None}
         return result
 
     def take_step(self, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -435,7 +456,7 @@ class ShardedUpdate(GradientExchange):
         self._check_shardable()
         claimed = self.options.shard_state
         if isinstance(claimed, str) and not self._is_tried:
-            why = check_independent(self._optimizer, step, claimed)
+            self._leaves_gradients, why = check_independent(self._optimizer, step, claimed)
             if why and self._group.rank == 0:
                 warn(why)
         self._is_tried = True

@@ -907,7 +907,7 @@ def test_trying_an_optimizer_changes_nothing() -> None:
 
 
 class HasOne(optim.Optimizer):
-    """Leaves the update to another optimizer of the same parameters, or does it with its own list."""
+    """Updates its parameters by another optimizer, or from a list of its own."""
 
     def __init__(self, params: Any, kind: str) -> None:
         params = list(params)
@@ -916,10 +916,10 @@ class HasOne(optim.Optimizer):
         self.parameters = params
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure: Any = None) -> None:
         if self.inner is not None:
-            return self.inner.step(closure)
-        for p in self.parameters:
+            self.inner.step(closure)
+        for p in self.parameters if self.inner is None else ():
             if p.grad is not None:
                 p.sub_(p.grad, alpha=0.1)
 
@@ -937,6 +937,48 @@ def test_an_optimizer_that_updates_what_is_not_in_its_groups(kind: str) -> None:
             assert_same_bits(net, network())  # trying it has not changed them
 
     run_threads(2, rank)
+
+
+class Uses(Own):
+    """Scales gradients, of which it leaves what they are then, or nothing."""
+
+    def __init__(self, params: Any, drops: bool) -> None:
+        super().__init__(params)
+        self.drops = drops
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        parameters = [p for p in self.param_groups[0]["params"] if p.grad is not None]
+        for p in parameters:
+            p.grad.mul_(0.5)
+        super().step()
+        for p in parameters if self.drops else ():
+            p.grad = None
+
+
+def test_gradients_after_a_step_that_changes_them() -> None:
+    """What a rank has of them then is its share: another pass does not add to that."""
+
+    def rank(group: Group, drops: bool, shard: bool | str) -> Any:
+        net = network()
+        inner = Uses(net.parameters(), drops)
+        optimizer = DistributedOptimizer(inner, process_set=group, shard_state=shard)
+        for step in range(6):
+            if step and not drops:
+                if shard:
+                    with pytest.raises(RuntimeError, match=r"Uses has changed.*call zero_grad\(\)"):
+                        backward(net, step, group.rank)
+                zeroed = [optimizer, net][step % 2]
+                zeroed.zero_grad(set_to_none=step % 3 == 0)
+            backward(net, step, group.rank)
+            optimizer.step()
+        return net
+
+    for drops in (False, True):
+        expected = run_threads(3, lambda group, drops=drops: rank(group, drops, shard=False))[0]
+        for how in ("elements", "parameters"):
+            for net in run_threads(3, lambda group, d=drops, how=how: rank(group, d, how)):
+                assert_same_bits(net, expected)
 
 
 class Around(optim.Optimizer):
@@ -983,7 +1025,7 @@ def test_an_optimizer_of_float32_only_with_state_of_its_own_is_tried() -> None:
     inner = OfFloat32(network().parameters(), "the norm of each")
     with pytest.raises(ValueError, match="'elements' is not true of OfFloat32"):
         check_independent(inner, OfFloat32.step, "elements")
-    assert not check_independent(inner, OfFloat32.step, "parameters")
+    assert check_independent(inner, OfFloat32.step, "parameters") == ("kept", "")
 
 
 def test_an_optimizer_that_cannot_be_tried_is_warned_of() -> None:
