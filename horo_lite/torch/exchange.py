@@ -574,7 +574,8 @@ class GradientExchange:
         try:
             if closure is not None:
                 self._is_stepping = True
-                args, kwargs = with_closure(self._averaging(closure), args, kwargs)
+                averaged = self._averaging(self._after_averages(closure))
+                args, kwargs = with_closure(averaged, args, kwargs)
             else:
                 if not self._is_skipping:
                     self.flush(IN_STEP)
@@ -615,6 +616,31 @@ class GradientExchange:
             yield
         finally:
             self._is_skipping = False
+
+    def _after_averages(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return `closure`, which fails if step() has used gradients that were not averaged yet.
+
+        As in sharpness-aware minimization, which first follows the gradients at hand.
+        """
+        if not self.takes_part or not any(s.touched or self._is_by_hand(s) for s in self.slots):
+            return closure
+        before = [parameter._version for parameter in self._seen]
+
+        @wraps(closure)
+        def checked() -> Any:
+            if before and before != [parameter._version for parameter in self._seen]:
+                self.reducer.fail(
+                    RuntimeError(
+                        "step() has changed parameters before it called its closure, by gradients "
+                        "that had not been averaged, as after fewer passes than "
+                        "backward_passes_per_step: call optimizer.synchronize() before it, on "
+                        "every rank"
+                    )
+                )
+            before.clear()
+            return closure()
+
+        return checked
 
     def _averaging(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return `closure`, followed by averaging of gradients and loss."""

@@ -567,6 +567,68 @@ def test_wrong_arguments() -> None:
     run_threads(2, listed_twice)
 
 
+class Sharpness(torch.optim.SGD):
+    """Follows the gradients at hand, and takes the step that the closure finds there, from here."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        before = [p.clone() for p in parameters]
+        for p in parameters:
+            if p.grad is not None:
+                p.add_(p.grad)
+        with torch.enable_grad():
+            loss = closure()
+        for p, x in zip(parameters, before, strict=True):
+            p.copy_(x)
+        super().step()
+        return loss
+
+
+@pytest.mark.parametrize("how", ["passes", "too few passes", "by hand"])
+def test_an_optimizer_that_uses_gradients_before_its_closure(how: str) -> None:
+    """It has no averages there after fewer backward passes than the ranks exchange after."""
+
+    def train(net: Any, optimizer: Any, rank: int, size: int, synchronizes: bool = False) -> None:
+        for step in range(3):
+            x, y = samples(step)
+
+            def closure(x: Any = x[rank::size], y: Any = y[rank::size]) -> Any:
+                optimizer.zero_grad()
+                for _ in range(2):
+                    loss = loss_of(net, x, y)
+                    loss.backward()
+                return loss
+
+            closure()
+            if how != "passes":
+                optimizer.zero_grad()
+                loss_of(net, x[rank::size], y[rank::size]).backward()
+            if how == "by hand":
+                for p in net.parameters():
+                    p.grad = p.grad.clone()
+            if synchronizes:
+                optimizer.synchronize()
+            optimizer.step(closure)
+
+    def rank(group: Group) -> Any:
+        net = network()
+        optimizer = wrap(Sharpness(net.parameters(), lr=0.1), group, backward_passes_per_step=2)
+        if how != "passes":
+            with pytest.raises(
+                RuntimeError, match=r"before it called its closure.*synchronize\(\)"
+            ):
+                train(net, optimizer, group.rank, 2)
+            net = fill(net)
+        train(net, optimizer, group.rank, 2, synchronizes=how != "passes")
+        return net
+
+    alone = network()
+    train(alone, Sharpness(alone.parameters(), lr=0.1), 0, 1)
+    for net in run_threads(2, rank):
+        assert_same_weights(net, alone)
+
+
 # Passes.
 
 
