@@ -388,7 +388,11 @@ class GradientExchange:
     def end_pass(self) -> None:
         """Exchange what is complete: the outermost backward() is about to return."""
         with self._lock:
-            self._pass = BackwardPass()
+            ended, self._pass = self._pass, BackwardPass()
+            if self.passes > 1:  # otherwise the exchange finds out, on all ranks
+                for slot in self.slots:
+                    if slot.last_pass is ended and slot.parameter.grad is None:
+                        raise RuntimeError(_taken_away(slot.name))
             if any(slot.touched and slot.passes >= self.passes for slot in self.slots):
                 self.exchange()
 
@@ -838,9 +842,9 @@ def _changed_too_early(name: str) -> str:
 def _taken_away(name: str) -> str:
     return (
         f"the gradient of {name!r} was set to None during backward() before it was averaged, by a "
-        "hook that was registered before the DistributedOptimizer was created, so every rank would "
-        "train alone: let that hook call step() and zero_grad() of a DistributedOptimizer of this "
-        "parameter instead of applying the gradient itself, or remove the hook"
+        "hook, so every rank would train alone: let that hook call step() and zero_grad() of a "
+        "DistributedOptimizer of this parameter instead of applying the gradient itself, or remove "
+        "the hook"
     )
 
 

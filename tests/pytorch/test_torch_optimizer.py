@@ -1715,6 +1715,32 @@ def test_an_earlier_hook_that_takes_the_gradient_away_is_an_error() -> None:
     run_threads(2, rank)
 
 
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_hook_that_takes_the_gradients_of_others_away_is_an_error(passes: int) -> None:
+    """As LOMO's, which applies those that are there when the next one comes."""
+
+    def rank(group: Group) -> None:
+        weights = [nn.Parameter(torch.ones(2)) for _ in range(3)]
+
+        def apply(_: Any) -> None:
+            with torch.no_grad():
+                for weight in weights:
+                    if weight.grad is not None:
+                        weight.sub_(weight.grad)
+                        weight.grad = None
+
+        for weight in weights:
+            weight.register_hook(apply)
+        optimizer = torch.optim.SGD(weights, lr=1.0)
+        wrapped = wrap(optimizer, group, backward_passes_per_step=passes)
+        told = "changed during backward" if passes == 1 else "set to None during backward"
+        with pytest.raises(RuntimeError, match=told):
+            (sum(weight.sum() for weight in weights) * (group.rank + 1.0)).backward()
+        del wrapped
+
+    run_threads(2, rank)
+
+
 def test_an_exchange_overwrites_what_is_saved_for_backward() -> None:
     def rank(group: Group) -> None:
         weight, factor = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
