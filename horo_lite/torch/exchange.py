@@ -237,6 +237,7 @@ class GradientExchange:
                     if parameter.grad is not None and not with_gradients:
                         setattr(parameter.grad, _MARK, _COMPUTED)
                         slot.touched = True
+                        slot.see()
                 slot.index = i
                 self.slots.append(slot)
                 _owner_of[id(parameter)] = weakref.ref(self)
@@ -339,7 +340,7 @@ class GradientExchange:
                 slot.move_to_shared_memory()
                 slot.see()
                 return
-            if slot.touched and slot.has_changed(self._travels(slot), additions=1):
+            if slot.passes and slot.has_changed(self._travels(slot), additions=1):
                 raise RuntimeError(_changed_too_early(slot.name))
             if slot.exchanged and (why := self.cannot_add):
                 raise RuntimeError(_exchanged_already(slot.name, why, self.passes))
@@ -676,6 +677,10 @@ class GradientExchange:
         n_ready = reducer.n_ready
         changed = [slot for slot in touched if slot.has_changed(n_ready[slot.index] > 0)]
         for slot in changed:
+            if not slot.passes:
+                _warn_if_clipped(slot)
+        changed = [slot for slot in changed if slot.passes]
+        for slot in changed:
             if not self._travels(slot):
                 try:
                     reducer.fail(RuntimeError(_changed_too_early(slot.name)))
@@ -837,6 +842,17 @@ def _changed_too_early(name: str) -> str:
         "backward_passes_per_step, call optimizer.synchronize() first. To restart the step, call "
         "optimizer.zero_grad()"
     )
+
+
+def _warn_if_clipped(slot: Slot) -> None:
+    gradient = slot.parameter.grad
+    if is_sparse(gradient) or gradient.any():  # otherwise it was zeroed by hand
+        warn(
+            f"the gradient of {slot.name!r} was computed before the DistributedOptimizer was "
+            "created, and changed in place before the first step averaged it: what clips it has "
+            "clipped this rank's own. Create the optimizer before backward(), or call its "
+            "synchronize() before gradients are changed"
+        )
 
 
 def _taken_away(name: str) -> str:

@@ -82,6 +82,29 @@ def test_a_warning_is_at_the_line_that_called_backward() -> None:
     assert "backward()" in lines[warning.lineno - first]
 
 
+@pytest.mark.parametrize("change", ["clip", "zero", "none", "replace"])
+def test_gradients_from_before_the_optimizer_that_were_clipped_are_a_warning(change: str) -> None:
+    """Some libraries create an optimizer for the gradients that they have; what is then right?"""
+
+    def run(group: Group) -> float:
+        parameter = torch.nn.Parameter(torch.zeros(2))
+        (parameter * (group.rank + 1.0) * 5).sum().backward()
+        optimizer = DistributedOptimizer(torch.optim.SGD([parameter], 1.0), process_set=group)
+        if change == "clip":
+            torch.nn.utils.clip_grad_value_([parameter], 8.0)
+        elif change == "zero":
+            parameter.grad.zero_()
+        elif change == "replace":
+            parameter.grad = torch.full_like(parameter, group.rank)
+        optimizer.step()
+        return -float(parameter[0].detach())
+
+    averages, heard = run_and_hear(2, run)
+    assert averages == [{"clip": (5 + 8) / 2, "zero": 0, "none": 7.5, "replace": 0.5}[change]] * 2
+    heard = [text for text in heard if "computed before the DistributedOptimizer" in text]
+    assert len(heard) == (2 if change == "clip" else 0)
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("kind", ["meta", "nested", "float8"])
 def test_parameters_without_memory_are_left_out_of_unasked_comparisons(kind: str) -> None:
