@@ -591,6 +591,12 @@ class GradientExchange:
                     )
                 self._check_hyperparameters()
             result = self.take_step(step, args, kwargs)
+            if any(slot.touched and slot.passes for slot in self.slots) and self.takes_part:
+                raise RuntimeError(
+                    "step() has used gradients of its own backward() that were not averaged, since "
+                    "it has run fewer passes than backward_passes_per_step, so each rank has taken "
+                    "another step: let that be 1"
+                )
         finally:
             self._is_stepping = False
             self._step.weight = None

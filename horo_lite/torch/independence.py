@@ -199,9 +199,9 @@ def _updated(
                 part.grad = (grad * 2**k * (1 if i % 2 else 0.01)).to(dtype)
             for other in others:
                 other.grad = torch.ones_like(other)
-            given = [(part, part.grad, part.grad._version) for _, part, _ in parts]
+            given = [(part, part.grad.clone()) for _, part, _ in parts]
             step(trial)
-            made |= {_made_of(gradient, version, part.grad) for part, gradient, version in given}
+            made |= {_made_of(gradient, part.grad) for part, gradient in given}
         numbers = {
             (g, key): _flat(x)
             for g, group in enumerate(trial.param_groups)
@@ -226,11 +226,11 @@ def _updated(
     return outcomes
 
 
-def _made_of(gradient: Any, version: int, left: Any) -> str:
+def _made_of(gradient: Any, left: Any) -> str:
     """Return what a step has made of a gradient, of which this is left."""
     if left is None:
         return DROPPED
-    return KEPT if left is gradient and gradient._version == version else CHANGED
+    return KEPT if torch.equal(gradient, left) else CHANGED
 
 
 def _small(parameter: Any) -> list[int]:

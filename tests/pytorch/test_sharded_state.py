@@ -950,7 +950,7 @@ class Uses(Own):
     def step(self, closure: Any = None) -> None:
         parameters = [p for p in self.param_groups[0]["params"] if p.grad is not None]
         for p in parameters:
-            p.grad.mul_(0.5)
+            p.grad.data.mul_(0.5)
         super().step()
         for p in parameters if self.drops else ():
             p.grad = None

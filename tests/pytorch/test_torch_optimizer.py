@@ -629,6 +629,38 @@ def test_an_optimizer_that_uses_gradients_before_its_closure(how: str) -> None:
         assert_same_weights(net, alone)
 
 
+@pytest.mark.parametrize("passes", [1, 2])
+def test_an_optimizer_that_calls_backward_in_its_step(passes: int) -> None:
+    class Calls(torch.optim.SGD):
+        closure: Any = None
+
+        def step(self, closure: Any = None) -> Any:
+            self.zero_grad()
+            self.closure().backward()
+            return super().step()
+
+    def train(net: Any, optimizer: Any, rank: int, size: int) -> None:
+        for step in range(3):
+            x, y = samples(step)
+            optimizer.closure = lambda x=x, y=y: loss_of(net, x[rank::size], y[rank::size])
+            optimizer.step()
+
+    def rank(group: Group) -> Any:
+        net = network()
+        inner = Calls(net.parameters(), lr=0.1)
+        optimizer = wrap(inner, group, backward_passes_per_step=passes)
+        if passes == 1:
+            train(net, optimizer, group.rank, 2)
+            assert_same_weights(net, alone)
+        else:
+            with pytest.raises(RuntimeError, match=r"its own backward.* that were not averaged"):
+                train(net, optimizer, group.rank, 2)
+
+    alone = network()
+    train(alone, Calls(alone.parameters(), lr=0.1), 0, 1)
+    run_threads(2, rank)
+
+
 # Passes.
 
 
