@@ -7,7 +7,7 @@ import os
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import wraps
@@ -590,19 +590,35 @@ class GradientExchange:
                         "own gradients. Call synchronize() first"
                     )
                 self._check_hyperparameters()
+            without = [slot for slot in self.slots if slot.parameter.grad is None]
             result = self.take_step(step, args, kwargs)
-            if any(slot.touched and slot.passes for slot in self.slots) and self.takes_part:
-                raise RuntimeError(
-                    "step() has used gradients of its own backward() that were not averaged, since "
-                    "it has run fewer passes than backward_passes_per_step, so each rank has taken "
-                    "another step: let that be 1"
-                )
+            if self.takes_part:
+                self._check_gradients_of_step(without)
         finally:
             self._is_stepping = False
             self._step.weight = None
         self.begin()
         self._stepped()
         return result
+
+    def _check_gradients_of_step(self, without: Sequence[Slot]) -> None:
+        """Raise RuntimeError if step() has used gradients that it has computed or assigned itself.
+
+        Those that were not averaged. The slots `without` had no gradient before.
+        """
+        if any(slot.touched and slot.passes for slot in self.slots):
+            raise RuntimeError(
+                "step() has used gradients of its own backward() that were not averaged, since it "
+                "has run fewer passes than backward_passes_per_step, so each rank has taken "
+                "another step: let that be 1"
+            )
+        for slot in filter(self._is_by_hand, without):
+            raise RuntimeError(
+                f"step() has assigned {slot.name!r} a gradient, which was not averaged, so each "
+                "rank has taken another step: if it is an optimizer around another one, with "
+                "copies of the parameters in another precision, pass that one to "
+                f"DistributedOptimizer, and the result to {self._base.__name__}"
+            )
 
     def take_step(
         self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -661,6 +661,49 @@ def test_an_optimizer_that_calls_backward_in_its_step(passes: int) -> None:
     run_threads(2, rank)
 
 
+def test_an_optimizer_that_assigns_gradients_in_its_step() -> None:
+    """Of copies of the parameters, in another precision. The optimizer inside it is averaged."""
+
+    class Copies(torch.optim.Optimizer):
+        def __init__(self, model: Any, inner: Any) -> None:
+            super().__init__([p for group in inner.param_groups for p in group["params"]], {})
+            self.inner, self.model = inner, model
+
+        def step(self, closure: Any = None) -> None:
+            pairs = list(zip(self.model.parameters(), self.param_groups[0]["params"], strict=True))
+            for p, copied in pairs:
+                copied.grad = p.grad.clone()
+            self.inner.step()
+            for p, copied in pairs:
+                p.data.copy_(copied.data)
+
+    def train(net: Any, wraps: str, group: Any) -> None:
+        size, rank = (group.size, group.rank) if group else (1, 0)
+        copied = [p.detach().clone().requires_grad_() for p in net.parameters()]
+        inner = torch.optim.SGD(copied, lr=0.1)
+        inner = wrap(inner, group) if wraps == "inner" else inner
+        outer = Copies(net, inner)
+        outer = wrap(outer, group) if wraps == "outer" else outer
+        for step in range(3):
+            x, y = samples(step)
+            net.zero_grad()
+            outer.zero_grad()
+            loss_of(net, x[rank::size], y[rank::size]).backward()
+            outer.step()
+
+    def rank(group: Group) -> Any:
+        with pytest.raises(
+            RuntimeError, match=r"has assigned .* a gradient, which was not averaged"
+        ):
+            train(network(), "outer", group)
+        train(net := network(), "inner", group)
+        return net
+
+    train(alone := network(), "", None)
+    for net in run_threads(2, rank):
+        assert_same_weights(net, alone)
+
+
 # Passes.
 
 
