@@ -10,6 +10,7 @@ import copy
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import islice, repeat
 from typing import Any, NamedTuple
@@ -267,7 +268,8 @@ def _copy(optimizer: Any, dtype: torch.dtype) -> tuple[Any, list[Any]]:
     left_out = ("step", "state", "param_groups", "_exchange")
     for key, x in vars(optimizer).items():
         if key not in left_out:
-            vars(trial)[key] = type(x)() if "hooks" in key else copy.deepcopy(x, known)
+            with suppress(Exception):  # such as a generator, which step() may not need
+                vars(trial)[key] = type(x)() if "hooks" in key else copy.deepcopy(x, known)
     trial.state = defaultdict(dict)
     for key, x in optimizer.state.items():
         if isinstance(key, str):  # of no parameter

@@ -1015,6 +1015,7 @@ def test_an_optimizer_of_float32_only_with_state_of_its_own_is_tried() -> None:
         def __init__(self, params: Any, kind: str) -> None:
             super().__init__(params, kind)
             self.state["all"]["steps"] = 0
+            self.cannot_be_copied = (p for p in params)
 
         def step(self, closure: Any = None) -> None:
             self.state["all"]["steps"] += 1
