@@ -22,6 +22,7 @@ from horo_lite import ops
 from horo_lite.adapters.jax import is_key
 from horo_lite.collectives.group import Group
 from horo_lite.jax.calls import AllgatherInPlace
+from horo_lite.jax.dependences import sources_of_updates
 from horo_lite.jax.primitive import bind, is_traced
 from horo_lite.state.wrapper import DividedState
 from horo_lite.training.sharding import check_not_lost, collected, owners_of
@@ -289,74 +290,64 @@ def _filled(like: Any, arrays: Mapping[str, Any]) -> Any:
 
 
 def _check_each_on_its_own(inner: Any, params: Any) -> None:
-    """Raise ValueError if the update of a parameter depends on the gradient or value of another.
+    """Raise ValueError if the update of a parameter depends on another, or on its place among them.
 
-    Tried with small parameters, in a batch of cases: in each, other parameters have values and
-    gradients that show in everything that depends on them, NaN or much larger ones. For any two
-    parameters there is a case that changes one of them and not the other. Then every other
-    parameter is left out, as on a rank that has the rest: random numbers depend on the places.
-    What state there is in both halves belongs to no parameter, so it must be the same in all cases,
-    since every rank has its own.
+    What JAX traces shows what depends on other parameters, in every step. What state there is with
+    either half of them belongs to no parameter, so it must depend on none, since every rank has its
+    own. Places are tried, with small parameters: every other one is left out, as on a rank that has
+    the rest, and the updates of the rest must stay the same, which random numbers do not.
     """
     import optax
 
     paths, structure = jax.tree_util.tree_flatten_with_path(params)
     places = range(len(paths))
-    changed = [
-        (factor, [i >> bit & 1 == value for i in places])
-        for factor in (np.nan, 1e3)
-        for bit in range(max(len(paths) - 1, 1).bit_length())
-        for value in (0, 1)
-    ]
 
-    def cases(seed: float) -> Any:
+    def small(seed: float) -> Any:
         leaves = []
         for i, (_, x) in enumerate(paths):
             shape = tuple(min(n, 2) for n in jnp.shape(x))
             one = np.cos(seed + i + np.arange(prod(shape))).reshape(shape)
-            factors = [1.0, *(factor if chosen[i] else 1.0 for factor, chosen in changed)]
-            leaves.append(np.multiply.outer(factors, one).astype(jnp.result_type(x)))
+            leaves.append(one.astype(jnp.result_type(x)))
         return jax.tree.unflatten(structure, leaves)
 
-    def steps(inner: Any) -> tuple[list[list[Any]], Any]:
-        def two_steps(updates: Any, params: Any) -> Any:
-            first, state = inner.update(updates, inner.init(params), params)
-            return first, *inner.update(updates, state, params)
-
-        first, second, state = jax.vmap(two_steps)(cases(1), cases(2))
+    def two_steps(inner: Any) -> tuple[list[Any], Any]:
+        updates, params = small(1), small(2)
+        first, state = inner.update(updates, inner.init(params), params)
+        second, state = inner.update(updates, state, params)
         return [jax.tree.leaves(first), jax.tree.leaves(second)], state
 
     kept = [[i % 2 == parity for i in places] for parity in ((0, 1) if len(places) > 1 else (1,))]
     try:
+        sources, state_sources = sources_of_updates(inner, params)
         with jax.ensure_compile_time_eval():
-            found, state = steps(inner)
-            halves = [steps(optax.masked(inner, jax.tree.unflatten(structure, k))) for k in kept]
+            found, _ = two_steps(inner)
+            halves = [
+                two_steps(optax.masked(inner, jax.tree.unflatten(structure, k))) for k in kept
+            ]
     except Exception as error:
         raise ValueError(
             "shard_state tries an optimizer with small parameters, to see whether the update of "
             f"each depends on no other one, but that failed ({error}): {_DIVIDE_A_PART}"
         ) from error
-    for updates in found:
-        for i, update in enumerate(map(np.asarray, updates)):
-            for row, (_, chosen) in zip(update[1:], changed, strict=True):
-                if not chosen[i] and row.tobytes() != update[0].tobytes():
-                    raise ValueError(
-                        "shard_state needs an optimizer in which the update of a parameter depends "
-                        f"on no other one, but that of {keystr(paths[i][0])} does, as with "
-                        f"clipping by a global norm, or apply_if_finite: {_DIVIDE_A_PART}"
-                    )
-    in_both = set.intersection(*(set(_by_path(half.inner_state)) for _, half in halves))
-    for path, rows in _by_path(state).items():
-        if path in in_both and len({row.tobytes() for row in rows}) > 1:
+    for i, (path, _) in enumerate(paths):
+        if sources[i] - {i}:
             raise ValueError(
-                f"shard_state needs an optimizer whose state belongs to parameters, but {path} "
+                "shard_state needs an optimizer in which the update of a parameter depends "
+                f"on no other one, but that of {keystr(path)} does, as with "
+                f"clipping by a global norm, or apply_if_finite: {_DIVIDE_A_PART}"
+            )
+    in_both = set.intersection(*(set(_by_path(half.inner_state)) for _, half in halves))
+    for at, depends_on in state_sources.items():
+        if len(depends_on) > (at not in in_both):
+            raise ValueError(
+                f"shard_state needs an optimizer whose state belongs to parameters, but {at} "
                 "belongs to none and depends on gradients or values, as with apply_if_finite: "
                 + _DIVIDE_A_PART
             )
     for (some, _), is_kept in zip(halves, kept, strict=True):
         for whole, part in zip(found, some, strict=True):
             for i in compress(places, is_kept):
-                one, other = whole[i][0], part[i][0]
+                one, other = whole[i], part[i]
                 # XLA rounds by what it compiles together.
                 is_inexact = jnp.issubdtype(one.dtype, jnp.inexact)
                 rounding = 100 * float(jnp.finfo(one.dtype).eps) if is_inexact else 0.0

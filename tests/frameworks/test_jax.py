@@ -1243,11 +1243,24 @@ divided = hvd.DistributedOptimizer(optax.chain(clip, hvd.shard_state(momentum)))
 one, other = trained(whole, False), trained(divided, False)
 equal(one, (other[0], hvd.whole_state(other[1])))
 noise = optax.add_noise(0.01, 0.5, 0)  # of each parameter by its place among all
+
+def by_rounds(together):
+    def updates(gradients, params):
+        limit = lambda x: jnp.abs(sum(jax.tree.leaves(gradients)) if together else x).max() / 2
+        halved = lambda x: jax.lax.while_loop(lambda y: y.max() > limit(x), lambda y: y / 2, x)
+        added = lambda x: jax.lax.scan(lambda y, z: (y + z, None), x, jnp.stack([x, x]))[0]
+        return jax.tree.map(lambda x: added(halved(x)), gradients)
+
+    return updates
+
 one_of = {{"one": optax.apply_if_finite(momentum, 5), "rest": momentum}}
 refused = (
     (optax.chain(clip, momentum), "depends on no other one, but that of"),
     (optax.apply_if_finite(momentum, 5), "depends on no other one, but that of"),
     (noise, "depends on no other one, but that of"),
+    # What happens in late steps only, and in loops.
+    (optax.conditionally_transform(clip, lambda step: step > 99), "but that of ['a'] does"),
+    (optax.stateless(by_rounds(together=True)), "but that of ['a'] does"),
     (
         optax.multi_transform(one_of, {{"a": "rest", "b": "one", "c": "rest"}}),
         "['one'].inner_state.notfinite_count belongs to none",
@@ -1257,6 +1270,8 @@ for inner, reason in refused[rank :: size]:  # which each rank finds out alone
     small = {{name: jnp.ones(2) for name in "abc"}}
     error = raised(lambda: hvd.shard_state(inner).init(small))
     assert isinstance(error, ValueError) and reason in str(error), error
+hvd.shard_state(optax.stateless(by_rounds(together=False))).init(small)
+hvd.shard_state(optax.MultiSteps(momentum, 9).gradient_transformation()).init(small)
 
 # An integer's gradient is float0, which has no content.
 mixed = {{"v": jnp.ones(3), "n": jnp.arange(2), "w": jnp.ones((2, 2))}}
