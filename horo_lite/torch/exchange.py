@@ -613,12 +613,14 @@ class GradientExchange:
                 "another step: let that be 1"
             )
         for slot in filter(self._is_by_hand, without):
-            raise RuntimeError(
-                f"step() has assigned {slot.name!r} a gradient, which was not averaged, so each "
-                "rank has taken another step: if it is an optimizer around another one, with "
-                "copies of the parameters in another precision, pass that one to "
-                f"DistributedOptimizer, and the result to {self._base.__name__}"
-            )
+            gradient = slot.parameter.grad
+            if is_sparse(gradient) or gradient.any():  # zeros are the same on all ranks
+                raise RuntimeError(
+                    f"step() has assigned {slot.name!r} a gradient, which was not averaged, so "
+                    "each rank has taken another step: if it is an optimizer around another one, "
+                    "with copies of the parameters in another precision, pass that one to "
+                    f"DistributedOptimizer, and the result to {self._base.__name__}"
+                )
 
     def take_step(
         self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

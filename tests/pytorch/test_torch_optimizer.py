@@ -668,8 +668,11 @@ def test_an_optimizer_that_assigns_gradients_in_its_step() -> None:
         def __init__(self, model: Any, inner: Any) -> None:
             super().__init__([p for group in inner.param_groups for p in group["params"]], {})
             self.inner, self.model = inner, model
+            self.add_param_group({"params": [torch.ones(2, requires_grad=True)]})
 
         def step(self, closure: Any = None) -> None:
+            unused = self.param_groups[1]["params"][0]
+            unused.grad = torch.zeros_like(unused)
             pairs = list(zip(self.model.parameters(), self.param_groups[0]["params"], strict=True))
             for p, copied in pairs:
                 copied.grad = p.grad.clone()
