@@ -187,11 +187,13 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         DriftError: In the first step with shard_state, on every rank, if their parameters or state
             differ.
     """
-    if not isinstance(optimizer, torch.optim.Optimizer):
+    is_one = isinstance(optimizer, torch.optim.Optimizer)
+    if not is_one or not hasattr(optimizer, "param_groups"):
         is_class = isinstance(optimizer, type)
         given = f"the class {optimizer.__name__}" if is_class else type(optimizer).__name__
+        lacks = "has no param_groups" if is_one else "is not an optimizer of torch"
         raise TypeError(
-            f"{given} is not an optimizer of torch: pass a torch.optim.Optimizer, such as "
+            f"{given} {lacks}: pass a torch.optim.Optimizer, such as "
             "torch.optim.SGD(model.parameters(), lr=0.1). If it contains one, pass that one, and "
             "put the result inside. For other kinds of optimizers, use "
             "horo_lite.DistributedOptimizer"

@@ -545,6 +545,10 @@ def test_wrong_arguments() -> None:
                 DistributedOptimizer(sgd(net), **{"process_set": group, **given})
         with pytest.raises(TypeError, match=r"not an optimizer.*torch\.optim\.Optimizer"):
             DistributedOptimizer(object(), process_set=group)
+        with pytest.raises(
+            TypeError, match=r"SGD has no param_groups.* contains one, pass that one"
+        ):
+            DistributedOptimizer(object.__new__(torch.optim.SGD), process_set=group)
         holds = type("", (Lookahead,), {"param_groups": None, "state": None})(sgd(net))
         holds.param_groups, holds.state = holds.inner.param_groups, holds.inner.state
         for outer in (Lookahead(sgd(net)), holds):
