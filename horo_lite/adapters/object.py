@@ -93,6 +93,10 @@ class Adapter:
         """Return whether `obj` (optimizer, module, parameter or array) is of this framework."""
         return True
 
+    def combines(self, optimizer: Any) -> str:
+        """Return why an update depends on several parameters, if that can be seen, in words."""
+        return ""
+
     def parameters(self, owner: Any) -> Named:
         """Return the named parameters of an optimizer or module, in the same order on all ranks.
 

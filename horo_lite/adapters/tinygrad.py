@@ -30,6 +30,14 @@ class TinygradAdapter(Adapter):
         # Models have no common base class. A home-made optimizer has tensors, too, but also step().
         return hasattr(obj, "__dict__") and not hasattr(obj, "step") and bool(self.parameters(obj))
 
+    def combines(self, optimizer: Any) -> str:
+        # Those of SGD and Adam are fused LARS and LAMB without a ratio.
+        for part in getattr(optimizer, "optimizers", [optimizer]):
+            has_ratio = getattr(part, "tcoef", 0) != 0 or not getattr(part, "adam", True)
+            if has_ratio and getattr(part, "fused", False):
+                return "with fused=True, its trust ratio is that of all parameters together"
+        return ""
+
     def parameters(self, owner: Any) -> Named:
         if isinstance(owner, Tensor):
             return []

@@ -381,6 +381,11 @@ def _check_made(optimizer: Any, name: str) -> None:
             f"the function that shard_state=True calls has made a {kind}, which is wrapped by the "
             f"DistributedOptimizer of {adapter.face}: pass that the {kind} itself"
         )
+    if reason := adapter.combines(optimizer):
+        raise ValueError(
+            f"shard_state=True needs an optimizer in which the update of a parameter depends on no "
+            f"other one, but that of a {kind} does: {reason}"
+        )
     found = adapter.parameters(optimizer)
     if len(found) > 1:
         raise TypeError(

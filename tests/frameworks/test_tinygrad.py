@@ -258,6 +258,14 @@ def states() -> None:
     opt.m[0].assign(opt.m[0] + (rank == 2)).realize()
     raises(hvd.DriftError, lambda: hvd.check_in_sync(opt, state=True), "'m.0'", "ank 2")
 
+    # A fused one sees all parameters as one tensor, of which it has one trust ratio.
+    divided = partial(hvd.DistributedOptimizer, parameters=list(opt.params), shard_state=True)
+    lars, lamb = (partial(kind, fused=True) for kind in (nn.optim.LARS, nn.optim.LAMB))
+    raises(ValueError, lambda: divided(lars), "fused=True")
+    raises(ValueError, lambda: divided(lambda p: nn.optim.OptimizerGroup(lamb(p))), "fused=True")
+    divided(partial(nn.optim.Adam, fused=True))
+    divided(partial(nn.optim.LAMB, fused=False))
+
     # The same for a group of them; different options on a rank are an error.
     group = nn.optim.OptimizerGroup(
         nn.optim.SGD([net.conv.weight], lr=1.0 + rank, momentum=0.9),
