@@ -75,6 +75,7 @@ class _Outcome(NamedTuple):
     state: dict[tuple[int, str], tuple[Any, bool]]  # flat, and whether it is in the same shape
     numbers: dict[tuple[int, str], Any]  # in the options of each group
     gradients: str  # what has become of them: KEPT, CHANGED or DROPPED
+    objects: set[str]  # the types of those in the state of parameters
 
     def differs(self, other: _Outcome) -> bool:
         """Return whether other parameters have come out."""
@@ -130,6 +131,12 @@ def check_independent(optimizer: Any, step: Callable[[Any], Any], claimed: str) 
             "from its param_groups, such as those of another optimizer inside it, so each rank "
             "would update all of them: pass that one to DistributedOptimizer, and the result to "
             f"{name}, or omit shard_state"
+        )
+    if claimed == ELEMENTS and whole.objects:
+        raise ValueError(
+            f"shard_state={claimed!r}: {name} keeps a {min(whole.objects)} in the state of a "
+            'parameter, and that of its pieces cannot be joined: try "parameters", or omit '
+            "shard_state"
         )
     owners = [f"a parameter of shape {list(parameter.shape)}" for _, parameter, _ in like]
     compared = [
@@ -223,7 +230,13 @@ def _updated(
         values = {i: part.detach().flatten() for i, part, _ in parts}
         has_others = any(not torch.equal(x, torch.ones_like(x)) for x in others)
         left = DROPPED if made == {DROPPED} else KEPT if made <= {KEPT} else CHANGED
-        outcomes.append(_Outcome(has_others, values, state, numbers, left))
+        objects = {
+            type(x).__name__
+            for _, part, _ in parts
+            for _, x in Tree(trial.state.get(part, {}), join=in_brackets).named
+            if hasattr(x, "__dict__") and not isinstance(x, torch.Tensor) and not callable(x)
+        }
+        outcomes.append(_Outcome(has_others, values, state, numbers, left, objects))
     return outcomes
 
 

@@ -939,6 +939,23 @@ def test_an_optimizer_that_updates_what_is_not_in_its_groups(kind: str) -> None:
     run_threads(2, rank)
 
 
+def test_an_object_in_the_state_of_a_parameter_cannot_be_cut() -> None:
+    @dataclasses.dataclass
+    class Moments:
+        first: Any
+
+    class HasObjects(Own):
+        def step(self, closure: Any = None) -> None:
+            super().step()
+            for p in self.param_groups[0]["params"]:
+                self.state[p]["moments"] = Moments(p.grad)
+
+    inner = HasObjects(network().parameters())
+    with pytest.raises(ValueError, match=r'HasObjects keeps a Moments .* try "parameters"'):
+        check_independent(inner, HasObjects.step, "elements")
+    assert check_independent(inner, HasObjects.step, "parameters") == ("kept", "")
+
+
 class Uses(Own):
     """Scales gradients, of which it leaves what they are then, or nothing."""
 
