@@ -151,7 +151,7 @@ examples: $(VENV)/.built $(if $(TORCH),$(VENV)/.torch) ## run every example that
 
 # pytest's exit code 5: no test is selected, as by ARGS="-k name".
 SELECTED = $(if $(ARGS),|| [ $$? = 5 ])
-test: $(QUICK_READY) ## run the tests that launch no job, and a job of each kind (2 minutes)
+test: $(QUICK_READY) ## run the tests that launch no job, and a job of each kind (3 minutes)
 	$(MPI_DEMAND) $(PY) -m pytest -m "$(IN_QUICK)" $(call at_once,3) $(ARGS) $(SELECTED)
 	@echo "make test: passed. Not run: most tests that launch jobs, under Open MPI and MPICH: make test-rest"
 
