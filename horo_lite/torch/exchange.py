@@ -653,11 +653,15 @@ class GradientExchange:
         """
         if not self.takes_part or not any(s.touched or self._is_by_hand(s) for s in self.slots):
             return closure
-        before = [parameter._version for parameter in self._seen]
+
+        def versions() -> list[int]:  # those made in inference mode have none, and no hook
+            return [slot.parameter._version for slot in self.slots if slot.hook is not None]
+
+        before = versions()
 
         @wraps(closure)
         def checked() -> Any:
-            if before and before != [parameter._version for parameter in self._seen]:
+            if before and before != versions():
                 self.reducer.fail(
                     RuntimeError(
                         "step() has changed parameters before it called its closure, by gradients "

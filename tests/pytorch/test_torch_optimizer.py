@@ -711,6 +711,27 @@ def test_an_optimizer_that_assigns_gradients_in_its_step() -> None:
         assert_same_weights(net, alone)
 
 
+def test_a_closure_beside_a_frozen_parameter_that_has_no_version() -> None:
+    def rank(group: Group) -> float:
+        with torch.inference_mode():
+            frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+        parameter = nn.Parameter(torch.zeros(2))
+        optimizer = wrap(
+            torch.optim.SGD([parameter, frozen], lr=1.0), group, backward_passes_per_step=2
+        )
+
+        def closure() -> Any:
+            loss = parameter.sum() * (1 + group.rank)
+            loss.backward()
+            return loss
+
+        closure()
+        optimizer.step(closure)  # adds a second pass
+        return float(parameter[0].detach())
+
+    assert run_threads(2, rank) == [-3.0, -3.0]
+
+
 # Passes.
 
 
