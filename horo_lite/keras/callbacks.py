@@ -56,6 +56,14 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
                 "fit() trains every rank separately: compile with hvd.DistributedOptimizer(...), "
                 "and use hvd.load_model to load a model that you continue to train"
             )
+        layers = self.model._flatten_layers()
+        alone = [layer.name for layer in layers if getattr(layer, "synchronized", False)]
+        if alone and size() > 1 and rank() == 0:
+            warn(
+                f"layer {alone[0]!r} has synchronized=True, which means the replicas of a strategy "
+                "of TensorFlow, so it normalizes by this rank's samples only: use "
+                "horo_lite.tensorflow.SyncBatchNormalization"
+            )
         if keras.backend.backend() == "tensorflow" and self.model.jit_compile:
             if rank() == 0:
                 warn(

@@ -1251,6 +1251,18 @@ def check_sync_batch_normalization() -> None:
     close(ours.get_weights()[2], alone.get_weights()[2])
     close(ours.get_weights()[3], alone.get_weights()[3], rtol=0.05)
 
+    theirs = keras.layers.BatchNormalization(synchronized=True, name="theirs")
+    for layer in (theirs, ours):
+        model = keras.Sequential([keras.Input((4, 3, 2)), layer])
+        model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD()), "mse", jit_compile=False)
+        (callback,) = broadcast()
+        callback.set_model(model)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            callback.on_train_begin()
+        named = ["layer 'theirs' has synchronized=True" in str(one.message) for one in caught]
+        assert named == [True] * (layer is theirs and world.rank == 0)
+
 
 def check_a_loop_of_ones_own() -> None:
     """Horovod's tape with Keras' optimizer, which then does not average."""
