@@ -70,7 +70,7 @@ def what_is_independent(optimizer: Any, given: bool | str) -> str:
 class _Outcome(NamedTuple):
     """What a copy of the optimizer made of the small parameters that it had."""
 
-    has_others: bool  # it has also changed what stands for parameters outside of param_groups
+    changes_others: bool  # it has also changed what stands for parameters outside of param_groups
     values: dict[int, Any]  # flat
     state: dict[tuple[int, str], tuple[Any, bool]]  # flat, and whether it is in the same shape
     numbers: dict[tuple[int, str], Any]  # in the options of each group
@@ -111,10 +111,10 @@ def check_independent(optimizer: Any, step: Callable[[Any], Any], claimed: str) 
                 (before,) = updated(1, 0)
                 for n_steps in _N_STEPS:
                     (whole,) = updated(1, n_steps)
-                    if (has_changed := whole.differs(before)) or whole.has_others:
+                    if (has_changed := whole.differs(before)) or whole.changes_others:
                         break
-                parts = [] if whole.has_others else updated(_N_COPIES, n_steps)
-            if like and not (has_changed or whole.has_others):
+                parts = [] if whole.changes_others else updated(_N_COPIES, n_steps)
+            if like and not (has_changed or whole.changes_others):
                 raise RuntimeError(f"nothing has changed after {n_steps} steps")
             break
         except Exception as error:
@@ -125,7 +125,7 @@ def check_independent(optimizer: Any, step: Callable[[Any], Any], claimed: str) 
             f"If its update of some depends on other {claimed}, they will not be what they are "
             "without shard_state"
         )
-    if whole.has_others:
+    if whole.changes_others:
         raise ValueError(
             f"shard_state={claimed!r}: step() of {name} changes parameters that it does not take "
             "from its param_groups, such as those of another optimizer inside it, so each rank "
@@ -228,7 +228,7 @@ def _updated(
             or (type(x) is torch.Tensor and x.layout is torch.strided and not x.is_complex())
         }
         values = {i: part.detach().flatten() for i, part, _ in parts}
-        has_others = any(not torch.equal(x, torch.ones_like(x)) for x in others)
+        changes_others = any(not torch.equal(x, torch.ones_like(x)) for x in others)
         left = DROPPED if made == {DROPPED} else KEPT if made <= {KEPT} else CHANGED
         objects = {
             type(x).__name__
@@ -236,7 +236,7 @@ def _updated(
             for _, x in Tree(trial.state.get(part, {}), join=in_brackets).named
             if hasattr(x, "__dict__") and not isinstance(x, torch.Tensor) and not callable(x)
         }
-        outcomes.append(_Outcome(has_others, values, state, numbers, left, objects))
+        outcomes.append(_Outcome(changes_others, values, state, numbers, left, objects))
     return outcomes
 
 
