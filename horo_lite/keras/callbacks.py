@@ -60,9 +60,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         alone = [layer.name for layer in layers if getattr(layer, "synchronized", False)]
         if alone and size() > 1 and rank() == 0:
             warn(
-                f"layer {alone[0]!r} has synchronized=True, which means the replicas of a strategy "
-                "of TensorFlow, so it normalizes by this rank's samples only: use "
-                "horo_lite.tensorflow.SyncBatchNormalization"
+                f"layer {alone[0]!r} has synchronized=True, which covers the replicas of a "
+                "tf.distribute strategy and not the ranks, so it normalizes by this rank's samples "
+                "only: use horo_lite.tensorflow.SyncBatchNormalization"
             )
         if keras.backend.backend() == "tensorflow" and self.model.jit_compile:
             if rank() == 0:

@@ -606,12 +606,14 @@ class GradientExchange:
 
         Those that were not averaged. The slots `without` had no gradient before.
         """
-        if any(slot.touched and slot.passes for slot in self.slots):
-            raise RuntimeError(
-                "step() has used gradients of its own backward() that were not averaged, since it "
-                "has run fewer passes than backward_passes_per_step, so each rank has taken "
-                "another step: let that be 1"
-            )
+        for slot in self.slots:
+            if slot.touched and slot.passes:
+                raise RuntimeError(
+                    "step() has used gradients of its own backward() that were not averaged, such "
+                    f"as that of {slot.name!r}, since it has run fewer passes than "
+                    "backward_passes_per_step, so each rank has taken another step: create the "
+                    "DistributedOptimizer with backward_passes_per_step=1"
+                )
         for slot in filter(self._is_by_hand, without):
             gradient = slot.parameter.grad
             if is_sparse(gradient) or gradient.any():  # zeros are the same on all ranks

@@ -60,9 +60,8 @@ def _warn_of_plain_batch_norms(model: torch.nn.Module) -> None:
     if names:
         warn(
             f"{names[0]!r} is a torch.nn.SyncBatchNorm, which normalizes by this rank's samples "
-            "only while torch.distributed has no process group. "
-            "horo_lite.torch.SyncBatchNorm.convert_sync_batchnorm(model) makes it, and all like "
-            "it, normalize by those of all ranks"
+            "alone, since torch.distributed has no process group. To normalize by those of all "
+            "ranks, call horo_lite.torch.SyncBatchNorm.convert_sync_batchnorm(model)"
         )
 
 
