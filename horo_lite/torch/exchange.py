@@ -277,7 +277,7 @@ class GradientExchange:
             hook = _hook(weakref.ref(self), slot)
             slot.hook = parameter.register_post_accumulate_grad_hook(hook)
             slot.attributes = parameter.__dict__
-            if self.cannot_add:
+            if self.refuses_additions:
                 slot.zeros_hook = parameter.register_hook(_begin_if_zero(slot))
             parameter.requires_grad_(requires_grad)
 
@@ -295,8 +295,12 @@ class GradientExchange:
         return self.active and os.getpid() == self._pid
 
     @property
-    def cannot_add(self) -> str:
-        """Why a pass cannot add to a gradient that has been exchanged; "" if it can."""
+    def refuses_additions(self) -> bool:
+        """Whether there are gradients to which a pass cannot add once they are exchanged."""
+        return self.op is not Average
+
+    def why_not_added_to(self, slot: Slot) -> str:
+        """Return why a pass cannot add to the result of an exchange; "" if it can."""
         if self.op is Average:
             return ""
         return f"with op={self.op.name} what was exchanged before would be added up again"
@@ -326,7 +330,7 @@ class GradientExchange:
                     raise RuntimeError(_taken_away(slot.name))
                 return  # an earlier hook has called step(), and possibly zero_grad()
             if slot.last_pass is not self._pass and not hasattr(gradient, _MARK):
-                slot.begin()  # another gradient: the last one has been set to None
+                slot.begin_another()  # the last one has been set to None
             if self.options.sparse_as_dense:
                 self._densify(slot)
             if slot.last_pass is self._pass:  # a second time, by a pass inside this one
@@ -342,8 +346,8 @@ class GradientExchange:
                 return
             if slot.passes and slot.has_changed(self._travels(slot), additions=1):
                 raise RuntimeError(_changed_too_early(slot.name))
-            if slot.exchanged and (why := self.cannot_add):
-                raise RuntimeError(_exchanged_already(slot.name, why, self.passes))
+            if slot.is_result and (why := self.why_not_added_to(slot)):
+                raise RuntimeError(_exchanged_already(slot, why, self.passes))
             slot.last_pass = self._pass
             slot.passes += 1
             slot.touched = True
@@ -441,6 +445,8 @@ class GradientExchange:
         if self._step.weight_is_used and not self._is_stepping:
             self._step.weight = None
         self.begin()
+        for slot in self.slots:
+            slot.is_result = False
         self.look_at_parameters()  # before backward(), which sends only what has a hook
         return pending
 
@@ -894,11 +900,14 @@ def _taken_away(name: str) -> str:
     )
 
 
-def _exchanged_already(name: str, why: str, passes: int) -> str:
+def _exchanged_already(slot: Slot, why: str, passes: int) -> str:
+    what = (
+        f"call step() or zero_grad() after {passes} passes (backward_passes_per_step), or use the "
+        "same parameters in all passes"
+    )
     return (
-        f"backward() has added to the gradient of {name!r} after it was exchanged, and {why}: call "
-        f"step() or zero_grad() after {passes} passes (backward_passes_per_step), or use the same "
-        "parameters in all passes"
+        f"backward() has added to the gradient of {slot.name!r} after it was exchanged, and {why}: "
+        + (what if slot.exchanged else "call zero_grad() after step()")
     )
 
 
@@ -924,9 +933,9 @@ def _begin_if_zero(slot: Slot) -> Callable[[Any], None]:
 
     @uncompiled
     def begin(_: Any) -> None:
-        gradient = slot.parameter.grad if slot.exchanged else None
+        gradient = slot.parameter.grad if slot.is_result else None
         if gradient is not None and not is_sparse(gradient) and not gradient.any():
-            slot.begin()
+            slot.begin_another()
 
     return begin
 

@@ -67,8 +67,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             `compress` and `decompress` is called.
         backward_passes_per_step: The number of passes whose gradients are summed, not divided,
             before the ranks exchange them at the end of the last one. What later passes add to the
-            averages is exchanged in turn; sums and Adasums cannot be added to (a RuntimeError)
-            before step() or zero_grad(). Changing a gradient in place before the exchange is a
+            averages is exchanged in turn; sums and Adasums cannot be added to before zero_grad()
+            (a RuntimeError). Changing a gradient in place before the exchange is a
             RuntimeError. After fewer passes, call synchronize() before clipping.
         op: Average, Sum or Adasum, which combines the ranks' steps: see below.
         gradient_predivide_factor: Divides gradients before they are added up; the sum is divided by

@@ -190,32 +190,27 @@ class ShardedUpdate(GradientExchange):
     # Gradients of which each rank has the averages in its share only.
 
     @property
-    def cannot_add(self) -> str:
+    def refuses_additions(self) -> bool:
+        return super().refuses_additions or self.options.shard_gradients or self._updates_all
+
+    def why_not_added_to(self, slot: Slot) -> str:
         if self.options.shard_gradients:
             return "with shard_gradients=True each rank has averages in its share of it only"
-        return super().cannot_add
+        if self._leaves_gradients == CHANGED and not slot.exchanged:
+            return (
+                f"step() of {self._base.__name__} has changed gradients, with shard_state this "
+                "rank's share of them only"
+            )
+        return super().why_not_added_to(slot)
 
     def follow_world(self) -> None:
         super().follow_world()
         self._averages: list[_Average] = []
-        self._used: dict[Slot, tuple[Any, int]] = {}
         self._shared: SharedParameters | None = None
 
     def begin(self, *, keeps_pending: bool = False) -> None:
         super().begin(keeps_pending=keeps_pending)
         self._averages = []
-        self._used = {}
-
-    def touch(self, slot: Slot) -> None:
-        gradient, version = self._used.pop(slot, (None, 0))
-        is_it = gradient is not None and gradient is slot.parameter.grad
-        if is_it and gradient._version == version + 1:  # added to, and not set to zero before
-            raise RuntimeError(
-                f"backward() has added to the gradient of {slot.name!r}, but step() of "
-                f"{self._base.__name__} has changed gradients, with shard_state this rank's share "
-                "of them only: call zero_grad() after step()"
-            )
-        super().touch(slot)
 
     def exchange(self, where: int = IN_BACKWARD) -> None:
         division = self.reducer.division
@@ -330,9 +325,6 @@ class ShardedUpdate(GradientExchange):
             # program without zero_grad() computes the same on any number of ranks.
             for _, parameter in self._parameters():
                 parameter.grad = None
-        elif self._leaves_gradients == CHANGED:
-            given = [(slot, slot.parameter.grad) for slot in self.slots]
-            self._used = {slot: (g, g._version) for slot, g in given if g is not None}
         return result
 
     def take_step(self, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

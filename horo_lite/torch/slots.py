@@ -18,8 +18,8 @@ _SPARSE_DIM = "_horo_lite_sparse_dim"
 class Slot:
     """One parameter, and the state of its gradient."""
 
-    __slots__ = ("attributes", "exchanged", "hook", "index", "is_copied", "last_pass", "name",
-                 "parameter", "passes", "seen", "task", "touched", "view",
+    __slots__ = ("attributes", "exchanged", "hook", "index", "is_copied", "is_result", "last_pass",
+                 "name", "parameter", "passes", "seen", "task", "touched", "view",
                  "zeros_hook")  # fmt: skip
 
     def __init__(self, name: str, parameter: Any) -> None:
@@ -34,6 +34,7 @@ class Slot:
         self.seen: Any = None  # the gradient after the last pass, and its version
         self.touched = False  # since the last exchange
         self.exchanged = False  # since the last step() or zero_grad(): equal on all ranks
+        self.is_result = False  # it was exchanged and not set to zero since, perhaps in past steps
         self.task = -1  # the graph task in which it was exchanged; -1: in none
         self.view: Any = None  # the tensor in shared memory for the gradient
         self.is_copied = False  # the gradient cannot be there: a copy is exchanged
@@ -55,11 +56,16 @@ class Slot:
         self.seen = self.last_pass = None
         self.touched = self.exchanged = self.is_copied = False
 
+    def begin_another(self) -> None:
+        """Begin another gradient: the last one has been set to None or zero."""
+        self.begin()
+        self.is_result = False
+
     def end_exchange(self) -> None:
         """Record that the gradient has been exchanged: what is added now is pending again."""
         self.passes = 0
         self.seen = self.last_pass = None
-        self.exchanged = True
+        self.exchanged = self.is_result = True
         self.task = graph_task()
         self.copy_back()
         self.touched = False

@@ -782,7 +782,14 @@ def test_sums_are_not_added_to(op: Any) -> None:
         optimizer.zero_grad()
         for _ in range(2):
             loss_of(net, x, y).backward()
-        return gradients(net)
+        found = gradients(net)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match=r"after it was exchanged.*zero_grad\(\) after step"):
+            loss_of(net, x, y).backward()
+        net.zero_grad(set_to_none=False)
+        for _ in range(2):
+            loss_of(net, x, y).backward()
+        return [*found, *gradients(net)]
 
     first, second = run_threads(2, rank)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
