@@ -83,8 +83,6 @@ def _writable(parameters: Named, arrays: list[Any], copied: dict[int, Any]) -> T
     except (TypeError, ValueError, BufferError):
         pass  # process them one by one, to find the name
     for i, array in enumerate(arrays):
-        if array is None:
-            continue
         try:
             tensors_of([array])
         except (ValueError, BufferError):

@@ -214,7 +214,7 @@ class LocalSGD:
             momentum *= self.outer_momentum
             momentum += change
             change = change + self.outer_momentum * momentum
-        return self.outer_lr * change if self.outer_lr != 1 else change
+        return self.outer_lr * change
 
     def state_dict(self) -> dict[str, Any]:
         """Return the count of steps, and the parameters and momenta of the last average."""

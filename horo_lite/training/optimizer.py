@@ -288,7 +288,6 @@ class DistributedOptimizer(Wrapper):
             of.is_averaged, of.averaged_for = True, name
         result = getattr(own.inner, name)(*args, **kwargs)
         if of.averaged_for:
-            of.averaged_for = name
             of.changed = own.finder.watch(own.digest)
         return result
 
@@ -318,7 +317,7 @@ class DistributedOptimizer(Wrapper):
             setattr(self._own.inner, name, value)
 
     def __delattr__(self, name: str) -> None:
-        if name in self.__dict__ and name != "_own":
+        if name in self.__dict__:
             del self.__dict__[name]
         else:
             delattr(self._own.inner, name)
@@ -327,8 +326,8 @@ class DistributedOptimizer(Wrapper):
     def __class__(self) -> Any:
         return self._own.inner.__class__
 
-    def __dir__(self) -> list[str]:
-        return sorted({*dir(type(self)), *dir(self._own.inner)})
+    def __dir__(self) -> Iterable[str]:
+        return {*dir(type(self)), *dir(self._own.inner)}
 
     def __repr__(self) -> str:
         own = self._own
@@ -376,7 +375,7 @@ class _Step:
 
     has_begun: bool = False  # they may be in flight
     is_averaged: bool = False  # by synchronize(), or by a method that needed averages
-    averaged_for: str = ""  # the latest such method: step() need not average
+    averaged_for: str = ""  # such a method: step() need not average
     changed: Callable[[], bool] | None = None  # returns whether they have changed since
 
 
@@ -412,7 +411,7 @@ class _Own:
 
         Its gradients are cleared, since the first pass of the next step would be added to them.
         """
-        self.step, self.is_skipping, self.reducer = _Step(), False, None
+        self.step, self.reducer = _Step(), None
         names = (name for name in ZERO_GRAD if callable(getattr(self.inner, name, None)))
         if (name := next(names, None)) is not None:
             getattr(self.inner, name)()
@@ -464,7 +463,7 @@ class _Own:
     def begin(self, named: Named, weight: float | None) -> Reducer:
         """Return the reducer of this step, which accepts gradients from now on."""
         group = self.options.ranks
-        if self.reducer is None or self.reducer.group is not group:
+        if self.reducer is None:
             self.drift.reset_counts()
             group.counting.add(self.drift)
             self.reducer = self.options.reducer(

@@ -80,10 +80,6 @@ class Plan:
     digest: int = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        if not len(self.entries) == len(self.present) == len(self.owners):
-            raise ValueError(
-                "a plan needs one entry, one presence and one owner for each parameter"
-            )
         buckets = self._fill_buckets()
         object.__setattr__(self, "buckets", buckets)
         object.__setattr__(self, "travelling", tuple(i for bucket in buckets for i in bucket))
@@ -102,21 +98,10 @@ class Plan:
 
     def lacks_only_some_of(self, other: Plan) -> bool:
         """Return whether this plan becomes `other` if missing gradients are replaced by zeros."""
-        return (
-            (self.bucket_bytes, self.wire, self.options, self.together)
-            == (other.bucket_bytes, other.wire, other.options, other.together)
-            and len(self.entries) == len(other.entries)
-            and all(
-                other.present[i]
-                and self.entries[i] == other.entries[i]
-                and self.owners[i] == other.owners[i]
-                for i, present in enumerate(self.present)
-                if present
-            )
-            and all(a.name == b.name for a, b in zip(self.entries, other.entries, strict=True))
-            and not any(_is_torn((self, other), i) for i in range(len(self.entries)))
-            and set(self.rows) <= set(other.rows)
-        )
+        try:
+            return merge([other, self]) == other
+        except MismatchError:
+            return False
 
     def _fill_buckets(self) -> tuple[tuple[int, ...], ...]:
         alone: list[int] = []
@@ -273,7 +258,7 @@ def _is_torn(plans: Sequence[Plan], i: int) -> bool:
 
     On that rank, neither its zeros nor the result could be in the shared memory.
     """
-    owners = {plan.owners[i] for plan in plans if plan.present[i]}
+    owners = {plan.owners[i] for plan in plans}
     return any(plan.present[owner] and not plan.present[i] for plan in plans for owner in owners)
 
 

@@ -100,8 +100,8 @@ class ShardedOptimizer(Divided):
     def __class__(self) -> Any:
         return type(self._shares.first)
 
-    def __dir__(self) -> list[str]:
-        return sorted({*dir(type(self)), *dir(self._shares.first)})
+    def __dir__(self) -> Iterable[str]:
+        return {*dir(type(self)), *dir(self._shares.first)}
 
     def __repr__(self) -> str:
         return repr(self._shares.first)
@@ -158,11 +158,10 @@ class Shares:
         self._rest: dict[str, Any] | None = states
         self._changes: list[Change] = []
         mine = [i for i, owner in enumerate(self._owners) if owner == group.rank]
-        # A rank without a parameter has an optimizer that never steps, for its attributes.
+        # A rank without a parameter has the optimizer of another rank's, too, for its attributes.
         before, self._optimizers = self._optimizers, {}
         for i in mine or [sizes.index(min(sizes))]:
             self._optimizers[i] = self._made(i, before.get(i))
-        self._steps = self._optimizers if mine else {}
         self._seen = _frozen(_settings(self.first))
 
     def _made(self, i: int, optimizer: Any = None) -> Any:
@@ -233,13 +232,12 @@ class Shares:
             getattr(optimizer, name)(*args, **kwargs) for optimizer in self._optimizers.values()
         ]
         mine = [self._named[i][1] for i in self._optimizers]
-        rest = [p for i, (_, p) in enumerate(self._named) if i not in self._optimizers]
-        if all(adapter_of(p).gradient(p) is None for p in mine):
-            for parameter in rest:
-                adapter_of(parameter).clear_gradient(parameter)
-            return results[0]
-        for parameter in rest:
+        are_cleared = all(adapter_of(p).gradient(p) is None for p in mine)
+        for _, parameter in self._named:
             adapter = adapter_of(parameter)
+            if are_cleared:
+                adapter.clear_gradient(parameter)
+                continue
             gradient = adapter.gradient(parameter)
             if gradient is None:
                 continue
@@ -259,7 +257,7 @@ class Shares:
         self._divide()
         self._spread()
         results = []
-        for i, optimizer in self._steps.items():
+        for i, optimizer in self._optimizers.items():
             if closure is not None:
                 own = returning(loss, partial(_values, self._named[i][1]))
                 args, kwargs = with_closure(own, args, kwargs)
@@ -267,7 +265,7 @@ class Shares:
         self._seen = _frozen(_settings(self.first))  # some count their steps in them
         self._n_steps += 1
         self._receive()
-        return loss if closure is not None else results[0] if results else None
+        return loss if closure is not None else results[0]
 
     def _divide(self) -> None:
         """Forget the rest of the state if it is whole. Collective in that case."""
@@ -332,7 +330,11 @@ class Shares:
         self._spread()
         if self._rest is None:
             check_not_lost(self.group, self._ranks())
-            mine = {self._named[i][0]: self._read(i, x) for i, x in self._steps.items()}
+            mine = {
+                self._named[i][0]: self._read(i, x)
+                for i, x in self._optimizers.items()
+                if self._owners[i] == self.group.rank
+            }
             self._rest = collected(self.group, self._label("state_dict()"), mine)
         return {name: self._state_of(i) for i, (name, _) in enumerate(self._named)}
 
@@ -340,8 +342,8 @@ class Shares:
         """Return the state of a parameter, while that of all is whole."""
         assert self._rest is not None
         name, _ = self._named[i]
-        if i in self._steps:
-            return self._read(i, self._steps[i])
+        if i in self._optimizers:
+            return self._read(i, self._optimizers[i])
         if name in self._rest and not self._changes:
             return self._rest[name]
         return self._read(i, self._made(i))
@@ -411,8 +413,7 @@ def _settings(optimizer: Any) -> dict[Any, Any]:
     """Return the options of its groups, or its learning rate; not its parameters."""
     groups: Iterable[Any] | None = getattr(optimizer, "param_groups", None)
     if groups is None:
-        rates = [(name, getattr(optimizer, name, None)) for name in _RATES]
-        return {name: x for name, x in rates if x is not None and not callable(x)}
+        return {name: getattr(optimizer, name, None) for name in _RATES}
     return {
         (i, key): x
         for i, group in enumerate(groups)
@@ -434,8 +435,6 @@ def _frozen(settings: Mapping[Any, Any]) -> dict[Any, Any]:
     """Return what can be compared with later settings, of which some may be changed in place."""
 
     def frozen(x: Any) -> Any:
-        if x is None or isinstance(x, (bool, int, float, str)):
-            return x
         if isinstance(x, (list, tuple)):
             return [frozen(each) for each in x]
         if is_array(x) or isinstance(x, adapter_of(x).array_types):

@@ -234,6 +234,13 @@ def test_gradients_changed_before_they_are_averaged_are_an_error() -> None:
         net.zero_grad(set_to_none=False)
         optimizer.step()
         assert same(net, whole)
+        loss_of(net, x, y).backward()
+        optimizer.step()
+        scale()  # what has been used
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        net[0].weight.grad.fill_(1.0)
+        optimizer.step()
 
     run_threads(2, rank)
 

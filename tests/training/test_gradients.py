@@ -19,6 +19,8 @@ from worlds import script_on_ranks
 from horo_lite import Average, Compression, Group, Max, MismatchError, Sum, grad_and_average, ops
 from horo_lite import average_gradients as average
 from horo_lite.collectives import arrays as arrays_module
+from horo_lite.training.options import Options
+from horo_lite.training.transform import Transform
 
 law = settings(max_examples=40)
 
@@ -321,6 +323,16 @@ def test_a_tree_seen_before_costs_two_meetings_and_no_plan() -> None:
         for i in range(30):  # and those of all others are not kept forever
             assert average([1.0 * group.rank] * i, group=group) == [0.5] * i
         assert len(group.kept["average_gradients"]) <= 8
+
+    run_threads(2, rank)
+
+
+def test_an_exchange_whose_gradients_change() -> None:
+    def rank(group: Group) -> None:
+        exchange = Transform(Options(group=group), copies=True)
+        for names in ("a", "ab", "bc"):
+            given = [np.array(ord(name) + 2.0 * group.rank) for name in names]
+            assert exchange(names, given) == [ord(name) + 1.0 for name in names]
 
     run_threads(2, rank)
 

@@ -95,7 +95,7 @@ def test_what_it_had_done_is_in_its_state() -> None:
                 local.load_state_dict(state)
                 weights = other
             own_step(weights, group.rank, step)
-            local.step(weight=1 + group.rank)
+            local.step(weight=n_samples(group.rank, step))
         for others, options, why in (
             ([np.zeros((5, 3))], {}, "in its anchors, number 1 is 'nothing' here"),
             ([np.zeros(3), *start()[1:]], {}, "in its anchors, number 0 is .* \\[3\\]' here"),
@@ -223,6 +223,8 @@ def test_wrong_arguments() -> None:
         hvd.LocalSGD([np.zeros(3, int)], every=1)
     with pytest.raises(ValueError, match="compression must be"):
         hvd.LocalSGD([np.zeros(3)], every=1, compression="fp16")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="is for the gradients of an optimizer's steps"):
+        hvd.LocalSGD([np.zeros(3)], every=1, compression=hvd.Compression.auto())
     local = hvd.LocalSGD({"a": np.zeros(3)}, every=1)
     for weight in (-1, np.nan, np.inf):
         with pytest.raises(ValueError, match="weight must be"):
@@ -235,7 +237,7 @@ def test_a_commit_has_it() -> None:
     hvd.init()
     try:
         weights = start()
-        local = hvd.LocalSGD(weights, every=2, outer_momentum=0.5)
+        local = hvd.LocalSGD(iter(weights), every=2, outer_momentum=0.5)
         state = elastic.State(weights=weights, local=local)
         own_step(weights, 0, 1)
         local.step()

@@ -183,8 +183,8 @@ def test_everything_else_is_the_inner_optimizers() -> None:
         inner = Momentum(network())
         optimizer = DistributedOptimizer(inner, group=group)
         optimizer.lr = 0.25
-        optimizer.note = "new"
-        assert (inner.lr, inner.note) == (0.25, "new")
+        optimizer.note = note = lambda: None
+        assert (inner.lr, inner.note) == (0.25, note)
         assert optimizer.velocity is inner.velocity
         assert optimizer.inner is inner
         del optimizer.note
@@ -460,7 +460,7 @@ def test_synchronize_clip_and_step() -> None:
             p.grad = np.full_like(p.data, 2.0 * group.rank)
         optimizer.synchronize()
         assert (net["b"].grad == 1).all()
-        net["b"].grad *= 0.5
+        net["b"].grad *= 0.5 * optimizer.lr
         with optimizer.skip_synchronize():
             optimizer.step()
         assert np.array_equal(net["b"].data, before - 0.5)
@@ -591,7 +591,9 @@ def test_methods_that_look_at_gradients_find_those_of_all_ranks() -> None:
         assert np.array_equal(net["b"].data, start - 1 - 2.5)
         give()
         optimizer.synchronize(weight=1 + 2 * group.rank)
-        assert (optimizer.clip(9)[0] == 3).all()
+        net["w"].grad += group.rank  # after synchronize() they may be changed
+        assert (optimizer.clip(9)[0] == 3 + group.rank).all()
+        net["w"].grad -= group.rank
         with optimizer.skip_synchronize():
             optimizer.step()
         assert np.array_equal(net["b"].data, start - 1 - 2.5 - 4.25)
@@ -601,7 +603,7 @@ def test_methods_that_look_at_gradients_find_those_of_all_ranks() -> None:
             optimizer.step(weight=3)
         optimizer.synchronize()
         for p in net.values():
-            p.grad *= 0.5  # after synchronize() they may be changed
+            p.grad *= 0.5
         with optimizer.skip_synchronize():
             optimizer.step()
 
@@ -703,6 +705,22 @@ def test_weight_is_not_passed_on() -> None:
     run_threads(1, rank)
 
 
+def test_arrays_that_a_step_may_be_given() -> None:
+    class Given(Momentum):
+        def step(self, *arrays: Any) -> int:  # type: ignore[override]
+            return len(arrays)
+
+    def rank(group: Group) -> None:
+        net = network()
+        optimizer = DistributedOptimizer(Given(net), group=group)
+        backward(net, *samples(3))
+        assert optimizer.step(np.array(0.5), net["w"].data, net["w"].grad) == 3
+        with pytest.raises(TypeError, match="was given arrays, which are not averaged"):
+            optimizer.step(net["w"].grad.copy())
+
+    run_threads(1, rank)
+
+
 def test_a_closures_gradients_and_loss_are_averaged() -> None:
     class LineSearch(Momentum):
         def step(self, closure: Any) -> Any:  # type: ignore[override]
@@ -772,6 +790,9 @@ def test_copies_and_pickles() -> None:
         function = DistributedOptimizer(Momentum(net), parameters=lambda: net, group=group)
         with pytest.raises(TypeError, match="the copy would average the gradients of this"):
             copy.deepcopy(function)
+        inner = Updating(list(net.values()))
+        deep = copy.deepcopy(DistributedOptimizer(inner, parameters=inner.parameters, group=group))
+        assert [p for _, p in deep._own.named()] == deep.inner._held != inner._held
         named = DistributedOptimizer(Momentum(net), named_parameters=list(net.items()), group=group)
         deep = copy.deepcopy(named)
         assert [p for _, p in deep._own.named()] == list(deep.params.values())
@@ -971,10 +992,11 @@ def test_the_example_of_register_adapter() -> None:
             register_adapter(wrong)  # type: ignore[arg-type]
 
 
-def test_an_adapter_may_know_the_parameters_of_a_home_made_optimizer() -> None:
+@pytest.mark.parametrize("known", [Parameter, Momentum])
+def test_an_adapter_may_know_the_parameters_or_the_optimizer_only(known: type) -> None:
     class Mine(Adapter):
         def matches(self, obj: object) -> bool:
-            return isinstance(obj, Parameter)
+            return isinstance(obj, known)
 
         def gradient(self, parameter: Any) -> Any:
             return None if parameter.grad is None else parameter.grad[0]

@@ -143,6 +143,8 @@ def test_a_gradient_missing_on_some_ranks_is_taken_from_those_that_have_it() -> 
     together = merge([mine, theirs])
     assert together == plan(entry("a", 2), entry("b", 3))
     assert together.digest == plan(entry("a", 2), entry("b", 3)).digest
+    assert mine.lacks_only_some_of(together)
+    assert not together.lacks_only_some_of(mine)
 
 
 def test_rows_are_those_of_any_rank_with_what_some_rank_knows_of_them() -> None:
@@ -155,7 +157,7 @@ def test_rows_are_those_of_any_rank_with_what_some_rank_knows_of_them() -> None:
     assert together.rows == ((1, (3,)), (2, ("f4", (5, 6))))
     assert together.travelling == (0,)
     assert together.digest not in {mine.digest for mine in (plans[0], plans[2])}
-    assert together == merge([together, *plans])
+    assert together == merge([together, *reversed(plans)])
     assert plans[2].lacks_only_some_of(plans[1])
     assert not plans[1].lacks_only_some_of(plans[2])
 
@@ -243,3 +245,4 @@ def test_differences_are_told_by_rank(plans: list[Plan], words: str) -> None:
         merge(plans)
     assert words in str(caught.value)
     assert str(caught.value) == first_difference(plans)
+    assert not all(mine.lacks_only_some_of(plans[-1]) for mine in plans)

@@ -398,18 +398,19 @@ def test_weight_zero_everywhere_is_an_error_on_all_ranks(streaming: bool) -> Non
 def test_only_who_asks_is_told_of_gradients_that_are_not_finite(asked: str | None) -> None:
     """Whether a bucket leaves early, as from step 1 on, or with the rest."""
 
-    def rank(group: Group) -> list[bool]:
-        reducer, parameters = make(group, 4, check_finite=asked)
+    def rank(group: Group) -> list[Any]:
+        reducer, parameters = make(group, 3, check_finite=asked)
         told = []
-        for step in range(3):
+        for _ in range(3):
             for i, parameter in enumerate(parameters):
-                parameter.grad = integers(group.rank, i, step)
-                parameter.grad[...] = np.nan
+                parameter.grad = np.full(8, np.nan)[:: i + 1]
                 reducer.ready(i)
-            told.append(any(reducer.finish().findings.values()))
+            found = reducer.finish().findings.values()
+            told.append([one.n_tensors if one else 0 for one in found])
         return told
 
-    assert run_threads(2, rank) == [[asked is not None] * 3] * 2
+    n_told = 3 if asked else 0
+    assert run_threads(2, rank) == [[[n_told] * 2] * 3] * 2
 
 
 def test_weights_that_make_no_sense() -> None:
@@ -479,35 +480,35 @@ def test_gradients_that_overlap_in_part_are_an_error(streaming: bool) -> None:
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_gradient_whose_elements_share_memory_gets_some_of_its_own(streaming: bool) -> None:
-    """An expanded one on some ranks, while on others all elements are distinct."""
+    """Two that are one expanded number on some ranks, where on others all elements are distinct."""
 
     def rank(group: Group) -> None:
-        reducer, parameters = make(group, 2)
+        reducer, parameters = make(group, 4)  # the first has none
         for step in range(3):
-            parameters[1].grad = integers(group.rank, 1, step)
-            parameters[0].grad = np.arange(4.0)
-            if group.rank == 0:
-                strided = np.lib.stride_tricks.as_strided
-                parameters[0].grad = strided(np.full(1, 4.0), (4,), (0,))
-            if streaming:
-                reducer.ready(1)
-                reducer.ready(0)
+            parameters[3].grad = integers(group.rank, 1, step)
+            number = np.full(1, 4.0)
+            for parameter in parameters[1:3]:
+                parameter.grad = np.arange(4.0)
+                if group.rank == 0:
+                    parameter.grad = np.lib.stride_tricks.as_strided(number, (4,), (0,))
+            for i in (3, 2, 1) if streaming else ():
+                reducer.ready(i)
             reducer.finish()
             expected = (4 + (group.size - 1) * np.arange(4.0)) / group.size
-            assert np.array_equal(parameters[0].grad, expected)
-            assert (parameters[1].grad == average(group.size, 1, step)).all()
+            assert all(np.array_equal(parameter.grad, expected) for parameter in parameters[1:3])
+            assert (parameters[3].grad == average(group.size, 1, step)).all()
 
     run_threads(2, rank)
 
 
 def test_memory_shared_on_one_rank_only_is_a_mismatch() -> None:
     def rank(group: Group) -> None:
-        reducer, parameters = make(group, 2)
-        parameters[0].grad = np.ones(2)
-        parameters[1].grad = parameters[0].grad if group.rank else np.ones(2)
+        reducer, parameters = make(group, 3)  # the first has none
+        parameters[1].grad = np.ones(2)
+        parameters[2].grad = parameters[1].grad if group.rank else np.ones(2)
         reducer.finish()
 
-    assert "rank 1 has 'p1' float64[2] in the memory of 'p0'" in fails_alike(2, rank)
+    assert "rank 1 has 'p2' float64[2] in the memory of 'p1'" in fails_alike(2, rank)
 
 
 def test_gradients_that_overlap_are_refused() -> None:

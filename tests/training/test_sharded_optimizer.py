@@ -329,7 +329,9 @@ def test_what_is_changed_before_the_first_step_is_in_the_whole_state() -> None:
             assert {one["lr"] for one in whole.values()} == {0.75}
             assert all(not x.any() for one in whole.values() for x in one["velocity"])
         state = copy.deepcopy(optimizer.state_dict())
+        optimizer.note = print
         optimizer.load_state_dict(state)
+        assert optimizer.note is print
         optimizer.lr = 0.5
         assert {one["lr"] for one in optimizer.state_dict().values()} == {0.5}
         take(optimizer, net, group.rank, range(1, 2))
@@ -341,6 +343,11 @@ def test_what_is_changed_before_the_first_step_is_in_the_whole_state() -> None:
 
 def test_attributes_and_methods_are_those_of_all_optimizers() -> None:
     class Noted(Momentum):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, lr=np.array(0.5))
+            self.loss = abs
+            self.step = super().step  # type: ignore[method-assign]
+
         @property
         def n_parameters(self) -> int:
             return len(self.params)
@@ -372,8 +379,10 @@ def test_attributes_and_methods_are_those_of_all_optimizers() -> None:
         del optimizer.note
         assert not any(hasattr(one, "note") for one in of_this_rank(optimizer))
         assert not hasattr(object.__new__(type(optimizer.inner)), "lr")
-        for p in options["parameters"].values():
-            p.grad = np.zeros_like(p.data)
+        assert optimizer.loss is abs
+        optimizer.lr[...] = 0.25
+        assert optimizer.step() == "stepped"
+        assert {(one.n_steps, float(one.lr)) for one in of_this_rank(optimizer)} == {(1, 0.25)}
 
         net = network()
         options["parameters"] = net
@@ -387,6 +396,10 @@ def test_attributes_and_methods_are_those_of_all_optimizers() -> None:
         held.reset_grad()
         assert [name for name, p in net.items() if p.grad is None] == ["c"]
         assert not any(p.grad.any() for p in net.values() if p.grad is not None)
+        for betas in ((0.5, 0.5), (0.25, 0.25), (0.5, 0.5)):
+            held.param_groups[0]["betas"] = betas
+            held.state_dict()
+            assert {one.param_groups[0]["betas"] for one in of_this_rank(held)} == {betas}
 
     run_threads(2, rank)
 
@@ -476,7 +489,7 @@ def test_ranks_without_a_share() -> None:
         optimizer.lr = 0.3
         assert isinstance(optimizer, Momentum)
         take(optimizer, net, group.rank, range(3))
-        assert optimizer.lr == 0.3
+        assert (optimizer.lr, optimizer.n_steps) == (0.3, 3)
         if shard:
             state = optimizer.state_dict()
             assert list(state) == ["w", "b"]
@@ -688,6 +701,10 @@ def test_parameters_that_share_memory_or_are_replaced() -> None:
 
 
 def test_what_is_refused() -> None:
+    class Called(Momentum):
+        def __call__(self) -> None:
+            pass
+
     def rank(group: Group) -> None:
         net = network()
 
@@ -698,6 +715,8 @@ def test_what_is_refused() -> None:
 
         for call, error, text in (
             (lambda: wrapped(Momentum(net)), TypeError, "pass a function .* not a Momentum"),
+            (lambda: wrapped(Called(net)), TypeError, "pass a function .* not a Called"),
+            (lambda: wrapped(3), TypeError, "pass a function .* not a int"),
             (lambda: wrapped(Momentum, None), TypeError, "needs all parameters"),
             (lambda: wrapped(Momentum, {"a": []}), ValueError, "parameters= has none"),
             (lambda: wrapped(Momentum, shard_state=False), TypeError, "is for shard_state=True"),
