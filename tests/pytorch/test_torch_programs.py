@@ -17,6 +17,7 @@ torch = pytest.importorskip("torch")
 
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
+from horo_lite import Average, Sum  # noqa: E402
 from horo_lite.torch.optimizer import DistributedOptimizer  # noqa: E402
 
 nn = torch.nn
@@ -48,6 +49,7 @@ class Loop:
     net: Net
     optimizer: Any
     rank: int | None
+    op: Any = Average
     n_losses: int = 0
     steps: list[list[Any]] = field(default_factory=list)
 
@@ -60,8 +62,13 @@ class Loop:
             return None
         rank = only if self.rank is None else self.rank
         mine = x if rank is None else x[rank::SIZE]
+        loss = ((self.net(mine[:, :3], head, checkpointed) - mine[:, 3:]) ** 2).mean()
         share = SIZE if self.rank is None and only is not None else 1
-        return ((self.net(mine[:, :3], head, checkpointed) - mine[:, 3:]) ** 2).mean() / share
+        return loss * self.of_all() / share
+
+    def of_all(self) -> int:
+        """Return by how much more than the mean of the ranks one process has: their sum."""
+        return SIZE if self.rank is None and self.op is Sum else 1
 
     def together(self, method: str, *args: Any) -> None:
         """Call a method of the optimizer that one process has no need for."""
@@ -106,7 +113,7 @@ class Backward:
             if self.kind == "there, after synchronize()":
                 in_hook_of(tensor, lambda: loop.together("synchronize"))
             in_hook_of(tensor, backward)
-            (outer + 0.01 * tensor.sum()).backward()
+            (outer + loop.of_all() * 0.01 * tensor.sum()).backward()
         elif self.kind == "for one head":
             inputs = [p for p in loop.net.heads[self.head].parameters() if p.requires_grad]
             if inputs:
@@ -198,6 +205,9 @@ PASSES = ("plain", "in a leaf's hook", "in a hook")
 NESTED = ("in one that it adds to", "there, after synchronize()", "for one head")
 
 
+HANDS = st.builds(lambda hand: [ZeroGrad(False, True), hand], st.builds(ByHand, head))
+
+
 @st.composite
 def passes_of_one_rank(draw: st.DrawFn) -> list[Any]:
     one = Backward(draw(st.sampled_from(PASSES)), draw(head), draw(st.booleans()), draw(head))
@@ -209,6 +219,7 @@ def passes_of_one_rank(draw: st.DrawFn) -> list[Any]:
 def programs(draw: st.DrawFn) -> tuple[list[Any], dict[str, Any]]:
     """Draw what the ranks do one after the other, and the optimizer's options."""
     passes = draw(st.sampled_from([1, 1, 2]))
+    op = draw(st.sampled_from([Average, Average, Sum]))
     alike = st.builds(Backward, st.sampled_from([*PASSES, *NESTED]), head, st.booleans())
     one = st.one_of(
         alike,
@@ -222,11 +233,13 @@ def programs(draw: st.DrawFn) -> tuple[list[Any], dict[str, Any]]:
     several = [
         one.map(lambda each: [each]),
         st.tuples(st.builds(Backward, st.just("fails"), head), zero_grad).map(list),
-        st.builds(lambda hand: [ZeroGrad(False, True), hand], st.builds(ByHand, head)),
+        # A sum that stays there is summed again, like whatever is assigned by hand.
+        *([HANDS] if op is Average else []),
         *([passes_of_one_rank()] if passes == 1 else []),
     ]
     parts = st.lists(st.one_of(several[0], several[0], *several), min_size=2, max_size=12)
     options = {
+        "op": op,
         "backward_passes_per_step": passes,
         "gradient_as_bucket_view": draw(st.booleans()),
         "shard_state": draw(st.sampled_from([False, False, True])),
@@ -237,6 +250,8 @@ def programs(draw: st.DrawFn) -> tuple[list[Any], dict[str, Any]]:
 # What a rank cannot do, or not any more.
 ERRORS = (
     "set_weight() comes too late",
+    "a weight needs op=Average",
+    "with op=Sum what was exchanged before would be added up again",
     "a backward pass inside another one, the first of its kind, added to the gradient",
     "was changed in place before it was averaged",
     "was changed during backward() after it was sent",
@@ -260,7 +275,7 @@ def test_the_ranks_train_as_one_process_or_raise(
 ) -> None:
     program, options = drawn
     net = Net()
-    alone = Loop(net, torch.optim.SGD(net.parameters(), 0.1), None)
+    alone = Loop(net, torch.optim.SGD(net.parameters(), 0.1), None, options["op"])
     for each in program:
         each.run(alone)
     loops: list[Loop] = []
@@ -270,7 +285,7 @@ def test_the_ranks_train_as_one_process_or_raise(
         inner = torch.optim.SGD(net.parameters(), 0.1)
         named = net.named_parameters()
         optimizer = DistributedOptimizer(inner, named, process_set=group, **options)
-        loop = Loop(net, optimizer, group.rank)
+        loop = Loop(net, optimizer, group.rank, options["op"])
         loops.append(loop)
         for each in program:
             each.run(loop)
@@ -284,7 +299,8 @@ def test_the_ranks_train_as_one_process_or_raise(
         differ = any(getattr(each, "only", None) is not None for each in program)
         known = [*map(re.escape, ERRORS), *[MISMATCH] * differ]
         assert any(re.search("|".join(known), text) for text in raised), raised
-        assert options["backward_passes_per_step"] > 1 or not all(map(is_common, program)), raised
+        is_simple = options["op"] is Average and options["backward_passes_per_step"] == 1
+        assert not (is_simple and all(map(is_common, program))), raised
     else:
         assert all(len(loop.steps) == len(alone.steps) for loop in loops)
     n_steps = min(len(loop.steps) for loop in loops)  # that all ranks have taken
