@@ -109,7 +109,7 @@ def check_in_sync(
         group=group,
         on_drift=on_drift,
         step=step,
-        stateful=replica if len(named) > n_parameters else None,
+        stateful=replica,
         n_parameters=n_parameters,
     )
 
@@ -206,8 +206,7 @@ def differences(
     except _UNREADABLE:
         replica = _Replica.of([each for each in values if _is_readable(each, group)], group)
     try:
-        how = f"before {label}" if label else ""
-        found = _find(replica, group, how, step, needs_all=False, run=run)
+        found = _find(replica, group, label, step, needs_all=False, run=run)
     except MismatchError as error:  # of shapes, though those of the gradients agree
         return f"{error} {OFF}"
     before = f" before the exchange of {label}" if label else ""

@@ -141,8 +141,7 @@ def _next(leaves: Iterator[Any], in_place: bool) -> Any:
 
 def _assign(tree: MutableMapping[Any, Any], keys: list[Any], new: list[Any]) -> None:
     for key, x in zip(keys, new, strict=True):
-        if tree[key] is not x:
-            tree[key] = x
+        tree[key] = x
 
 
 def _assign_pairs(tree: list[Any], keys: list[Any], new: list[Any]) -> None:

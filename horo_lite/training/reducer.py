@@ -332,8 +332,6 @@ class Reducer:
         self._attempt = 1
         self._n_steps = 0
         self._compression.reset()
-        if not self._step.handles:
-            self._step = self._new_step()
 
     def _new_step(self) -> Step:
         n_awaited = [] if self._agreed is None else list(self._agreed.n_members)
@@ -375,20 +373,17 @@ class Reducer:
             return
         if n_ready > self._passes:
             name = self._parameters[i][0]
-            step.n_ready[i] = self._passes
             raise RuntimeError(
                 f"the gradient of {name!r} became ready {self._passes + 1} times before step(), "
                 f"but backward_passes_per_step={self._passes}: call step() after that many passes"
             )
         if step.began is None:
             step.began = self._overlap.begin()
-        bucket = agreed.bucket_of.get(i) if agreed is not None and self._streams else None
-        if bucket is None or agreed is None:
+        if agreed is None or not self._streams or i not in agreed.bucket_of:
             return
-        step.n_awaited[bucket] -= 1
+        step.n_awaited[agreed.bucket_of[i]] -= 1
         while (
-            step.n_awaited[bucket] == 0
-            and (self._overlap.pays or agreed.plan.gpu)
+            (self._overlap.pays or agreed.plan.gpu)
             and not step.waits
             and len(step.handles) < len(step.n_awaited)
             and step.n_awaited[len(step.handles)] == 0

@@ -250,6 +250,12 @@ def test_optimizers_are_counted_alike_after_a_join_whichever_a_rank_has_kept() -
             del one
             gc.collect()
             group.join()
+        reducer(parameter).finish()
+        later = reducer(parameter)
+        if group.rank == 0:
+            later.finish()
+        group.join()
+        later.finish()
 
     run_threads(2, rank)
 

@@ -238,6 +238,7 @@ def test_gradients_changed_before_they_are_averaged_are_an_error() -> None:
         optimizer.step()
         scale()  # what has been used
         optimizer.step()
+        loss_of(net, x, y).backward()
         optimizer.zero_grad(set_to_none=False)
         net[0].weight.grad.fill_(1.0)
         optimizer.step()

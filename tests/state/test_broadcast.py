@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from horo_lite.collectives.group import Group
 from horo_lite.errors import DriftError, MismatchError
 from horo_lite.state.broadcast import broadcast_optimizer_state, broadcast_parameters
 from horo_lite.state.drift import check_in_sync
+from horo_lite.state.trees import Tree, dataclass_node, mapped, repeats
 from horo_lite.training.gradients import average_gradients
 from horo_lite.training.optimizer import DistributedOptimizer
 
@@ -375,3 +377,30 @@ def test_dataclasses() -> None:
         assert averages.n == 0.5
 
     run_threads(2, rank)
+
+
+def test_new_leaves_are_in_the_same_containers() -> None:
+    @dataclass
+    class One:
+        x: int
+
+    def tree(by: int) -> list[Any]:
+        return [by, (2 * by, 3 * by), [("a", 4 * by)], (("b", 5 * by),), One(6 * by), {"c": 7 * by}]
+
+    for in_place in (False, True):
+        old = [*tree(1), defaultdict(list, d=8)]
+        whole = Tree(old, opened=dataclass_node)
+        parts = list(old)
+        leaves = [10 * leaf for _, leaf in whole.named]
+        new = whole.written(leaves) if in_place else whole.copied(leaves)
+        assert new == [*tree(10), {"d": 80}]
+        assert new[6].default_factory is list
+        assert (new is old) == in_place
+        assert [x is y for x, y in zip(new, parts, strict=True)] == [
+            i in (2, 4, 5, 6) and in_place for i in range(7)
+        ]
+    assert Tree(One, opened=dataclass_node).named == [("", One)]
+    assert type(mapped(Pair(1, 2), str)) is Pair
+    assert repeats(np.broadcast_to(1.0, (3, 2)))
+    strided = np.lib.stride_tricks.as_strided
+    assert not any(map(repeats, (strided(np.ones(3), (1, 3), (0, 8)), np.broadcast_to(1, (0, 3)))))

@@ -860,7 +860,7 @@ def test_a_list_of_arrays_and_a_list_of_gradients() -> None:
             optimizer = DistributedOptimizer(Sgd(params, grads), group=group)
             optimizer.update()
             reducer = optimizer._own.reducer
-            given = reducer._given
+            assert (given := reducer._given)
             reducer.bind(optimizer._own.named())
             assert reducer._given is given  # nothing has changed, so that the plan is kept
             values = list(params.values()) if as_dict else params

@@ -140,6 +140,11 @@ def test_the_first_bucket_leaves_before_the_last_gradient_is_ready() -> None:
                 parameters[i].grad = integers(group.rank, i, step, shape)
                 reducer.ready(i)
                 seen.append([names[0] for _, names in recording.left])
+            if step:
+                with pytest.raises(RuntimeError, match="must be set before the first ready"):
+                    reducer.weight = 1.0
+                with pytest.raises(RuntimeError, match=r"changed between ready\(\) and finish"):
+                    reducer.bind([])
             reducer.finish()
             # In the first step's finish() the ranks agree on the plan.
             if step == 0:
@@ -158,6 +163,12 @@ def test_the_first_bucket_leaves_before_the_last_gradient_is_ready() -> None:
                 ]
             for i in range(6):
                 assert (parameters[i].grad == average(2, i, step, shape)).all()
+        recording.left = []
+        reducer.bind([(f"new{i}", parameter) for i, parameter in enumerate(parameters)])
+        for i in range(6):
+            reducer.ready(i)
+        reducer.finish()
+        assert [how for how, _ in recording.left] == ["at the end"]
 
     run_threads(2, rank)
 

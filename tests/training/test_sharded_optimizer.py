@@ -396,10 +396,10 @@ def test_attributes_and_methods_are_those_of_all_optimizers() -> None:
         held.reset_grad()
         assert [name for name, p in net.items() if p.grad is None] == ["c"]
         assert not any(p.grad.any() for p in net.values() if p.grad is not None)
-        for betas in ((0.5, 0.5), (0.25, 0.25), (0.5, 0.5)):
+        for betas in ([0.5, 0.5], held.param_groups[0]["betas"]):
             held.param_groups[0]["betas"] = betas
             held.state_dict()
-            assert {one.param_groups[0]["betas"] for one in of_this_rank(held)} == {betas}
+            assert all(one.param_groups[0]["betas"] == betas for one in of_this_rank(held))
 
     run_threads(2, rank)
 
