@@ -362,7 +362,7 @@ def test_dataclasses() -> None:
     def rank(group: Group) -> None:
         r = group.rank
         net = Net(values(r), r, Frozen(values(r), r))
-        w, b = net.w, net.frozen.b
+        w, frozen, b = net.w, net.frozen, net.frozen.b
         assert check_in_sync([Net(1.0, 2)], group=group)
         with pytest.raises(DriftError, match=r"4 of 4 arrays, first 'w'"):
             check_in_sync(net, group=group)
@@ -371,7 +371,7 @@ def test_dataclasses() -> None:
         assert net.frozen.b is b
         assert np.array_equal(w, values(1))
         assert np.array_equal(b, values(1))
-        assert (net.n, net.frozen.n) == (1, 1)
+        assert (net.n, net.frozen.n, frozen.n) == (1, 1, r)
         averages = average_gradients(Net(values(r), float(r)), group=group)
         assert np.array_equal(averages.w, values(0) + 0.5)
         assert averages.n == 0.5
