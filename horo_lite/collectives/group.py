@@ -186,7 +186,6 @@ class Group:
 
     def _run(self, call: Call[T], part: Part) -> Finish[T]:
         """Execute a blocking call; those of other threads wait for this one."""
-        self.check_usable()
         self._check_not_inside()
         watchdog = None if part.memory.stream is None else self._watchdog
         failed = True
@@ -246,12 +245,11 @@ class Group:
 
         if self._engine is None:
             return move([(digest, count, part.own_weight)])
-        label = part.label or call.label
         if self._watchdog is not None:
-            self._watchdog.enters(label)
+            self._watchdog.enters(part.label)
         try:
             finish = self._engine.call(
-                label,
+                part.label,
                 digest,
                 move,
                 count,
@@ -386,7 +384,7 @@ class Group:
         if stream is None or self._watchdog is None:
             return False
         if stream.found is None:
-            self._run(_Connect(), Part(GpuMemory([], stream)))
+            self.run(_Connect(), Part(GpuMemory([], stream)))
         return stream.transport().queued is not None
 
     def part_of(self, x: Array) -> slice:

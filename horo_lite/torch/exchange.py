@@ -117,6 +117,7 @@ class GradientExchange:
         self.patched_step: Any = None
         self._is_skipping = False
         self._is_stepping = False
+        self._differs = False  # hyperparameters, as far as all ranks know
 
         self._of_id: dict[int, Slot] = {}
         self._finalizer = weakref.finalize(self, _release, self._of_id)
@@ -133,9 +134,6 @@ class GradientExchange:
         self._seen: list[Any] = []  # their parameters
         self._step = Step()
         self._pass = BackwardPass()  # the current or next one
-        self._drift.reset_counts()
-        self._n_exchanges = 0
-        self._differs = False  # as far as all ranks know
         for slot in self._of_id.values():
             slot.begin()
             slot.view = None
@@ -174,7 +172,7 @@ class GradientExchange:
         )
         self._memory: SharedMemory | None = None
         self.look_at_parameters()
-        self._place()
+        self._count_anew()
         self.group.counting.add(self)
 
     def _make_adapter(self) -> SlotAdapter:
