@@ -381,7 +381,7 @@ def keyed(tree: Any) -> list[tuple[Any, Any]] | None:
     """Return the (key, value) pairs of a dict or of a list of pairs; None for anything else."""
     if isinstance(tree, Mapping):
         return list(tree.items())
-    if isinstance(tree, (list, tuple)) and tree and all(map(_is_pair, tree)):
+    if isinstance(tree, (list, tuple)) and all(map(_is_pair, tree)):
         return list(tree)
     return None
 
@@ -407,7 +407,7 @@ def _is_pair(item: Any) -> bool:
 
 def is_array(x: Any) -> bool:
     """Return whether `x` is an array that shares its memory, as a NumPy array or by DLPack."""
-    return isinstance(x, np.ndarray) or hasattr(x, "__dlpack__")
+    return hasattr(x, "__dlpack__")
 
 
 def _cell(holder: Any, attribute: str | None = None) -> tuple[Any, str, Any]:

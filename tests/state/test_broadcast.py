@@ -13,6 +13,7 @@ from home_made import Parameter
 from launch import RanksFailedError, run_threads
 
 from horo_lite import adapters
+from horo_lite.adapters.object import keyed
 from horo_lite.collectives.group import Group
 from horo_lite.errors import DriftError, MismatchError
 from horo_lite.state.broadcast import broadcast_optimizer_state, broadcast_parameters
@@ -400,6 +401,9 @@ def test_new_leaves_are_in_the_same_containers() -> None:
             i in (2, 4, 5, 6) and in_place for i in range(7)
         ]
     assert Tree(One, opened=dataclass_node).named == [("", One)]
+    pairs = [("a", 1), ("b", 2)]
+    assert keyed(pairs) == pairs
+    assert keyed([(1, 2)]) is keyed([("a", 1, 2)]) is keyed([*pairs, 3]) is None
     assert type(mapped(Pair(1, 2), str)) is Pair
     assert repeats(np.broadcast_to(1.0, (3, 2)))
     strided = np.lib.stride_tricks.as_strided

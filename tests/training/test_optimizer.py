@@ -1018,6 +1018,8 @@ def test_from_numpy_and_to_host_for_numpy_and_numbers() -> None:
     assert from_numpy(array, np.zeros(2)) is array
     assert from_numpy(array, object()) is array
     assert type(from_numpy(np.array(2.5), np.float32(1))) is np.float64
+    assert type(from_numpy(np.array(2.5), np.float64(1))) is np.float64
+    assert type(from_numpy(np.array(2.5), np.array(1.0))) is np.ndarray
     assert type(from_numpy(np.array(2.5), 1.0)) is float
     assert to_host(array) is array
     assert to_host([1, 2]).tolist() == [1, 2]
