@@ -10,6 +10,8 @@ import jax
 import jax.dlpack
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 from jax.tree_util import keystr, tree_flatten_with_path, tree_unflatten
 
 from horo_lite import _native
@@ -79,7 +81,7 @@ class JaxAdapter(Adapter):
     def from_numpy(self, array: np.ndarray[Any, Any], like: Any) -> Any:
         if is_key(like):
             return jax.random.wrap_key_data(jnp.asarray(array), impl=jax.random.key_impl(like))
-        return jnp.asarray(array)
+        return _typed(jnp.asarray(array), like)
 
     def host_results(self, views: Sequence[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
         memory = MEMORY.arrays([view.nbytes for view in views])
@@ -96,9 +98,19 @@ class JaxAdapter(Adapter):
         # One call for all takes a third of the time. XLA uses the memory without a copy, since it
         # is aligned, and holds references to the NumPy arrays as long as it needs it.
         arrays: list[Any] = jax.device_put(list(results), may_alias=True)
-        return arrays
+        return list(map(_typed, arrays, likes))
 
 
+def _typed(x: Any, like: Any) -> Any:
+    """Return a new array: weakly typed if `like` is, so that promotion remains what it was."""
+    return _weak(x) if getattr(like, "weak_type", False) else x
+
+
+# JAX has no public function for it.
+_weakly_typed = Primitive("horo_lite_weakly_typed")
+_weakly_typed.def_abstract_eval(lambda x: jax.core.ShapedArray(x.shape, x.dtype, weak_type=True))
+mlir.register_lowering(_weakly_typed, lambda _, x: [x])
+_weak = jax.jit(_weakly_typed.bind)
 MEMORY = _native.ReusedMemory()
 """For results: clearing new memory, which the kernel does page by page, costs more than the
 exchange."""

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from horo_lite import ops
-from horo_lite.adapters.jax import MEMORY
+from horo_lite.adapters.jax import ADAPTER, MEMORY
 from horo_lite.collectives.arrays import Memory
 from horo_lite.collectives.calls import AllGatherInPlace, Part
 from horo_lite.collectives.compression import Compression, Compressor
@@ -80,8 +80,8 @@ class Call(ABC):
         """Return the same operation, for this place only."""
         return replace(self, place=(self.ranks().rank, self.ranks().size))
 
-    def check(self, dtypes: Sequence[Any]) -> None:  # noqa: B027 (most take all)
-        """Raise, while the function is traced, the errors that these dtypes would cause later."""
+    def check(self, xs: Sequence[Any]) -> None:  # noqa: B027 (most take all)
+        """Raise, while the function is traced, the errors that such arrays would cause later."""
 
     @abstractmethod
     def eagerly(self, xs: Sequence[Array]) -> list[Array]:
@@ -254,8 +254,8 @@ class Allreduce(Call):
             factor = self.prescale_factor * self.postscale_factor
             noise.finish(results, op=self.op, weight=weight, factor=factor, run=run)
 
-    def check(self, dtypes: Sequence[Any]) -> None:
-        arrays = Memory([np.empty(0, dtype) for dtype in dtypes], fresh=True)
+    def check(self, xs: Sequence[Any]) -> None:
+        arrays = Memory([np.empty(0, x.dtype) for x in self.results(xs)], fresh=True)
         part = Part(arrays, weight=1.0 if self.weighted else None)
         factors = self.prescale_factor, self.postscale_factor
         AllReduce(self.name, self.op, self.compression, *factors).check(part)
@@ -377,7 +377,7 @@ class AllgatherInPlace(Call):
     def eagerly(self, xs: Sequence[Array]) -> list[Array]:
         arrays = [np.array(x) for x in xs]
         self.ranks().run(*self._given(arrays, asynchronous=False))
-        return list(map(jnp.asarray, arrays))
+        return [ADAPTER.from_numpy(array, x) for array, x in zip(arrays, xs, strict=True)]
 
     def start(self, xs: list[Any], name: str) -> Handle:
         return self.ranks().submit(*replace(self, name=name)._given(xs, asynchronous=True))
@@ -399,6 +399,16 @@ class Alltoall(Call):
     """`alltoall` inside jit."""
 
     in_place = False
+
+    def check(self, xs: Sequence[Any]) -> None:
+        (x,) = xs
+        size = self.ranks().size
+        if not x.shape:
+            raise ValueError("alltoall needs an array with at least one dimension")
+        if x.shape[0] % size:
+            raise ValueError(
+                f"alltoall inside jit needs a multiple of {size} rows, not {x.shape[0]}"
+            )
 
     def eagerly(self, xs: Sequence[Array]) -> list[Array]:
         return [ops.alltoall(x, name=self.name, group=self.ranks()) for x in xs]

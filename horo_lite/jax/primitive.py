@@ -136,11 +136,11 @@ def _results(*xs: Any, call: Call) -> Any:
     for i, x in enumerate(xs):
         if not is_sendable(x.dtype):
             raise TypeError(
-                f"{call.title(i)}: dtype {x.dtype} cannot be reduced or sent: use integers, bool, "
-                "or float16/bfloat16/float32/float64"
+                f"{call.title(i)}: dtype {x.dtype} cannot be reduced or sent inside jit: use "
+                "integers, bool, or float16/bfloat16/float32/float64"
             )
+    call.check(xs)
     shapes = call.results(xs)
-    call.check([x.dtype for x in shapes])
     weak = [x.weak_type for x in xs]  # a Python number remains weakly typed, for promotion
     return [
         jax.core.ShapedArray(x.shape, x.dtype, is_weak)

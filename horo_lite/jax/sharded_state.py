@@ -88,14 +88,16 @@ def shard_state(
             )
         division = state.division
         check_not_lost(division.group, ops.ranks_of(group), "a whole_state()")
-        given = division, tuple(map(jnp.result_type, jax.tree.leaves((updates, params))))
+        is_mine, structure = division.is_mine(updates), jax.tree.structure(updates)
+        types = map(jnp.result_type, jax.tree.leaves((updates, params)))
+        given = division, structure, tuple(types)
         if given not in dtypes:  # other ranks' updates have those that the transformation returns
-            state_like = division.like(division.init)
+            state_like = division.like(division.init, structure)
             results = jax.eval_shape(
                 lambda *args: inner.update(*args, **extra)[0], updates, state_like, params
             )
             dtypes[given] = [x.dtype for x in jax.tree.leaves(results)]
-        mine, masked = optax.masked(inner, division.is_mine).update(
+        mine, masked = optax.masked(inner, is_mine).update(
             updates, optax.MaskedState(state.inner_state), params, **extra
         )
         return (
@@ -167,14 +169,24 @@ class _Division:
         """The owner of each parameter."""
         return owners_of([prod(x.shape) for x in self.shapes], self.group.size)
 
-    def is_mine(self, _: Any) -> Any:
-        """Return a tree like the parameters with whether each is of this rank: a mask of optax."""
+    def is_mine(self, tree: Any) -> Any:
+        """Return a tree like this with whether each leaf is of this rank: a mask of optax."""
+        structure: Any = jax.tree.structure(tree)
+        if structure.num_leaves != len(self.shapes):
+            raise ValueError(
+                f"shard_state has divided {len(self.shapes)} parameters, which init() was given, "
+                f"and not {structure.num_leaves}: call init() anew for other parameters"
+            )
         mine = [owner == self.group.rank for owner in self.owners]
-        return jax.tree.unflatten(self.structure, mine)
+        return jax.tree.unflatten(structure, mine)
 
-    def like(self, init: Callable[[Any], Any]) -> Any:
-        """Return what `init` returns for the parameters, with shapes instead of arrays."""
-        return jax.eval_shape(init, jax.tree.unflatten(self.structure, self.shapes))
+    def like(self, init: Callable[[Any], Any], structure: Any = None) -> Any:
+        """Return what `init` returns for the parameters, with shapes instead of arrays.
+
+        `structure` is that of the parameters: flax.nnx takes them out of their variables in steps.
+        """
+        structure = self.structure if structure is None else structure
+        return jax.eval_shape(init, jax.tree.unflatten(structure, self.shapes))
 
     def mine(self, params: Any) -> Any:
         """Return the state of this rank's parameters only."""
@@ -185,7 +197,7 @@ class _Division:
 
     def received(self, updates: Any, dtypes: Sequence[Any], name: str | None) -> Any:
         """Return all updates, each as its owner has it."""
-        paths = jax.tree_util.tree_flatten_with_path(updates)[0]
+        paths, structure = jax.tree_util.tree_flatten_with_path(updates)
         all_owners, leaves = self.owners, [x for _, x in paths]
         # That of an integer has no content: float0.
         sent = [i for i, dtype in enumerate(dtypes) if dtype != jax.dtypes.float0]
@@ -198,7 +210,7 @@ class _Division:
         call = AllgatherInPlace(name or "updates", self.asked, owners, names).here()
         for i, x in zip(sent, bind(call, xs), strict=True):
             leaves[i] = x
-        return jax.tree.unflatten(self.structure, leaves)
+        return jax.tree.unflatten(structure, leaves)
 
 
 @register_pytree_with_keys_class
@@ -248,7 +260,8 @@ class ShardedState(DividedState):
         old = self.division
         now = _Division(old.structure, old.shapes, ops.ranks_of(old.asked), old.asked, old.init)
         whole = _filled(now.like(now.init), state)
-        return _filled(now.like(now.mine), state), now, lambda: whole
+        like = self.inner_state if now == old else now.like(now.mine)
+        return _filled(like, state), now, lambda: whole
 
     def tree_flatten_with_keys(self) -> tuple[Any, _Division]:
         return [(GetAttrKey("inner_state"), self.inner_state)], self.division
@@ -264,22 +277,27 @@ class ShardedState(DividedState):
 def _by_path(state: Any) -> dict[str, Any]:
     """Return a state's arrays in host memory, by their paths."""
     return {
-        keystr(path): np.asarray(jax.random.key_data(x) if is_key(x) else x)
+        _name(path): np.asarray(jax.random.key_data(x) if is_key(x) else x)
         for path, x in jax.tree_util.tree_flatten_with_path(state)[0]
     }
+
+
+def _name(path: Any) -> str:
+    """Return the path as text: of an array in a variable of flax.nnx, that of the variable."""
+    return keystr(path).removesuffix(".value")
 
 
 def _filled(like: Any, arrays: Mapping[str, Any]) -> Any:
     """Return a state like this with the arrays that have its paths; there may be more."""
 
     def array(path: Any, like: Any) -> Any:
-        x = arrays.get(keystr(path))
+        x = arrays.get(_name(path))
         is_random = jnp.issubdtype(like.dtype, jax.dtypes.prng_key)
         if x is None or (x.shape != like.shape and not is_random):
             found = "nothing" if x is None else f"an array of shape {list(x.shape)}"
             raise ValueError(
                 f"the optimizer's state needs an array of shape {list(like.shape)} at "
-                f"{keystr(path)}, where what was given has {found}: it is the state of other "
+                f"{_name(path)}, where what was given has {found}: it is the state of other "
                 "parameters, or of another optimizer"
             )
         if is_random:
@@ -338,7 +356,7 @@ def _check_each_on_its_own(inner: Any, params: Any) -> None:
             )
     in_both = set.intersection(*(set(_by_path(half.inner_state)) for _, half in halves))
     for at, depends_on in state_sources.items():
-        if len(depends_on) > (at not in in_both):
+        if len(depends_on) > (at.removesuffix(".value") not in in_both):
             raise ValueError(
                 f"shard_state needs an optimizer whose state belongs to parameters, but {at} "
                 "belongs to none and depends on gradients or values, as with apply_if_finite: "

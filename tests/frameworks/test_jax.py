@@ -623,6 +623,12 @@ assert (function(jnp.ones(2) if rank else x) == 3).all()
 assert hvd.allreduce(mine, hvd.Sum) == 3
 assert jax.lax.scan(lambda n, _: (n + hvd.allreduce(mine, hvd.Sum), None), 0.0, length=2)[0] == 6
 assert type(hvd.allreduce(mine, hvd.Sum)) is type(mine)
+
+# What was a Python number still gives way to other dtypes.
+half, weak = jnp.ones(3, jnp.bfloat16), jnp.full(3, 2.0)
+for function in (hvd.allreduce, hvd.broadcast, lambda x: hvd.broadcast_parameters({"x": x})["x"]):
+    assert (function(jnp.asarray(2.0)) * half).dtype == (function(weak) * half).dtype == half.dtype
+    assert (function(weak * jnp.float32(1)) * half).dtype == jnp.float32
 assert (jax.grad(lambda x: (x * hvd.allreduce(mine, hvd.Sum)).sum())(x) == 3).all()
 
 # Calls without a derivative have none in forward mode either, and can be auxiliary outputs.
@@ -658,6 +664,9 @@ assert "one weight" in str(raised(lambda: each(square, x)))
 rows = jnp.full((0 if rank else 2, 3), 7.0)
 error = raised(lambda: jax.jit(hvd.alltoall)(rows))
 assert isinstance(hvd.cause_of(error), hvd.MismatchError) and "rows of each rank" in str(error)
+for rows, text in ((jnp.ones(3), "a multiple of 2 rows, not 3"), (x[0], "at least one dimension")):
+    error = raised(lambda: jax.jit(hvd.alltoall).lower(rows))
+    assert isinstance(error, ValueError) and text in str(error), error
 unequal = jnp.ones((1 + rank, 2))
 error = raised(lambda: jax.grad(lambda x: hvd.allgather(x).sum())(unequal))
 assert "same number of rows" in str(error)
@@ -1086,6 +1095,38 @@ def train(tx, x, y):
 together = train(hvd.DistributedOptimizer(sgd()), x[mine], y[mine])
 check_alike(together)
 close(together, train(sgd(), x, y))
+
+# Its optimizer takes a divided state out of variables in each step; each of its own ways to write
+# a whole one is read.
+def train(tx, x, y, steps, start=None):
+    net = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(net, tx, wrt=nnx.Param)
+    if start is not None:
+        nnx.update(net, start[0])
+        optimizer.opt_state = hvd.divided_state(start[1], optimizer.opt_state)
+
+    @nnx.jit
+    def step(net, optimizer):
+        optimizer.update(net, nnx.grad(lambda net: ((net(x) - y) ** 2).mean())(net))
+
+    for _ in range(steps):
+        step(net, optimizer)
+    return nnx.as_pure(nnx.state(net)), optimizer.opt_state
+
+whole = train(optax.adam(0.1), x, y, 2)
+other = train(optax.adam(0.1), x, y, 4)
+tx = hvd.DistributedOptimizer(optax.adam(0.1), shard_state=True)
+state = train(tx, x[mine], y[mine], 2)
+assert len(jax.tree.leaves(state[1])) < len(jax.tree.leaves(whole[1]))
+collected = hvd.whole_state(state[1])
+close((state[0], collected), whole)
+for start in (collected, whole[1], nnx.as_pure(whole[1])):
+    after = train(tx, x[mine], y[mine], 2, (state[0], start))
+    check_alike(after[0])
+    close((after[0], hvd.whole_state(after[1])), other)
+tx = hvd.shard_state(optax.adam(0.1))
+error = raised(lambda: tx.update({"w": x}, tx.init({"w": x, "b": y})))
+assert isinstance(error, ValueError) and "has divided 2 parameters" in str(error)
 
 class Net(nnx.Module):  # moving statistics and noise are each rank's own
     def __init__(self):
