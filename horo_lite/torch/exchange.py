@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from horo_lite.adapters.torch import parameters_of, with_own_version
+from horo_lite.adapters.torch import parameters_of, resolved, with_own_version
 from horo_lite.collectives.adasum import check_size
 from horo_lite.collectives.group import Group
 from horo_lite.collectives.reductions import Adasum, Average, Sum, checked_weight
@@ -722,6 +722,8 @@ class GradientExchange:
                     self._count_anew()
         by_hand = [slot for slot in touched if slot.passes == 0 and self._is_by_hand(slot)]
         for slot in touched:
+            if slot.passes == 0 and slot.parameter.grad is not None:
+                resolved(slot.parameter)
             if not n_ready[slot.index]:
                 slot.move_to_shared_memory()
         self._use_weight()

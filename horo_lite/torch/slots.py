@@ -135,7 +135,7 @@ class SlotAdapter(TorchAdapter):
         gradient = slot.parameter.grad if slot.touched else None
         if gradient is None or gradient.layout is not torch.strided:
             return None
-        return super().gradient(slot.parameter)
+        return gradient.detach() if gradient.requires_grad else gradient
 
     def set_gradient(self, slot: Any, array: Any) -> None:
         is_own, slot.touched = slot.touched, True
