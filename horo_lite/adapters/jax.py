@@ -107,7 +107,7 @@ def _typed(x: Any, like: Any) -> Any:
 
 
 # JAX has no public function for it.
-_weakly_typed = Primitive("horo_lite_weakly_typed")
+_weakly_typed: Any = Primitive("horo_lite_weakly_typed")
 _weakly_typed.def_abstract_eval(lambda x: jax.core.ShapedArray(x.shape, x.dtype, weak_type=True))
 mlir.register_lowering(_weakly_typed, lambda _, x: [x])
 _weak = jax.jit(_weakly_typed.bind)
