@@ -380,6 +380,15 @@ def test_dataclasses() -> None:
     run_threads(2, rank)
 
 
+@pytest.mark.parametrize("params", [None, "weights.npz"])
+def test_what_is_no_tree_is_refused(params: Any) -> None:
+    def rank(group: Group) -> None:
+        with pytest.raises(TypeError, match="needs parameters, a module or an optimizer, not "):
+            broadcast_parameters(params, group=group)
+
+    run_threads(1, rank)
+
+
 def test_new_leaves_are_in_the_same_containers() -> None:
     @dataclass
     class One:

@@ -949,6 +949,23 @@ def test_gradients_wrapped_in_objects() -> None:
     run_threads(2, rank)
 
 
+def test_a_gradient_that_only_others_have_is_of_the_parameters_kind() -> None:
+    torch = pytest.importorskip("torch")
+
+    def rank(group: Group) -> None:
+        w = Parameter(0)
+        w.data = torch.zeros(2)
+        if group.rank == 0:
+            w.grad = torch.full((2,), 3.0)
+        inner = Momentum.__new__(Momentum)
+        inner.params = []
+        DistributedOptimizer(inner, parameters=[w], group=group).synchronize()
+        assert isinstance(w.grad, torch.Tensor)
+        assert w.grad.tolist() == [1.5, 1.5]
+
+    run_threads(2, rank)
+
+
 def test_the_example_of_register_adapter() -> None:
     """Exactly as in the docstring."""
     code = re.search(
@@ -1019,7 +1036,7 @@ def test_from_numpy_and_to_host_for_numpy_and_numbers() -> None:
     assert from_numpy(array, object()) is array
     assert type(from_numpy(np.array(2.5), np.float32(1))) is np.float64
     assert type(from_numpy(np.array(2.5), np.float64(1))) is np.float64
-    assert type(from_numpy(np.array(2.5), np.array(1.0))) is np.ndarray
+    assert type(from_numpy(np.array(2.5), object())) is np.ndarray
     assert type(from_numpy(np.array(2.5), 1.0)) is float
     assert to_host(array) is array
     assert to_host([1, 2]).tolist() == [1, 2]
