@@ -518,11 +518,11 @@ class ShardedUpdate(GradientExchange):
                     f"has strides {slot.parameter.stride()} for {list(slot.parameter.shape)}: "
                     "create it from a contiguous tensor"
                 )
-        filled = [slot for slot in self.slots if slot.parameter.numel()]
-        for i, k, *_ in tensors_of([_flat(slot.parameter) for slot in filled]).overlaps():
+        slots = self.slots
+        for i, k, *_ in tensors_of([_flat(slot.parameter) for slot in slots]).overlaps():
             raise ValueError(
-                f"shard_state=True needs parameters that share no memory, but {filled[i].name!r} "
-                f"and {filled[k].name!r} do: use one parameter in both places"
+                f"shard_state=True needs parameters that share no memory, but {slots[i].name!r} "
+                f"and {slots[k].name!r} do: use one parameter in both places"
             )
 
     def collect(self) -> None:
