@@ -395,6 +395,7 @@ class GradientExchange:
             if self.passes > 1:  # otherwise the exchange finds out, on all ranks
                 for slot in self.slots:
                     if slot.last_pass is ended and slot.parameter.grad is None:
+                        self.reducer.abandon()  # others were announced, and may have left
                         raise RuntimeError(_taken_away(slot.name))
             if any(slot.touched and slot.passes >= self.passes for slot in self.slots):
                 self.exchange()

@@ -1826,6 +1826,36 @@ def test_an_earlier_hook_that_takes_the_gradient_away_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("passes", [1, 2])
+def test_nothing_is_left_of_a_pass_whose_gradient_was_taken_away(passes: int) -> None:
+    """By then, the gradient of another parameter has been sent."""
+
+    def rank(group: Group) -> None:
+        first, last = weights = [nn.Parameter(torch.ones(64)) for _ in range(2)]
+        optimizer = wrap(torch.optim.SGD(weights, lr=1.0), group, backward_passes_per_step=2)
+
+        def backward(factor: float) -> None:
+            ((first.sum() + last.sum()) * (factor + group.rank)).backward()
+
+        for _ in range(2):
+            optimizer.zero_grad()
+            backward(1.0)
+            backward(1.0)
+        handle = first.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+        optimizer.zero_grad()
+        last.sum().backward()
+        with pytest.raises(RuntimeError, match=r"'param_groups\[0\]\[0\]' was set to None during"):
+            backward(1.0)
+        handle.remove()
+        optimizer.zero_grad()
+        for _ in range(passes):
+            backward(3.0)
+        optimizer.synchronize()
+        assert [w.grad.unique().tolist() for w in weights] == [[3.5 * passes]] * 2
+
+    run_threads(2, rank)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
 def test_a_hook_that_takes_the_gradients_of_others_away_is_an_error(passes: int) -> None:
     """As LOMO's, which applies those that are there when the next one comes."""
 
