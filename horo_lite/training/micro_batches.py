@@ -220,6 +220,14 @@ class MicroBatches:
                 f"{self.n} micro-batches are too few for {group.size} ranks: use "
                 f"MicroBatches({1 << (group.size - 1).bit_length()}) or fewer ranks"
             )
+        try:
+            yield from self._run(step, group)
+        except BaseException:
+            # Those of one micro-batch, with which a step would make the ranks diverge.
+            self._source.clear()
+            raise
+
+    def _run(self, step: int, group: Group) -> Iterator[MicroBatch]:
         subtrees: list[Subtree] = []
         statistics: list[Flat] = []
         layout: _Layout | None = None
@@ -247,10 +255,6 @@ class MicroBatches:
                 self._free += merge(subtrees)
                 if self._statistics is not None:
                     statistics.append(self._statistics.take(batch))
-        except GeneratorExit:
-            # Those of one micro-batch, with which a step would make the ranks diverge.
-            self._source.clear()
-            raise
         finally:
             if self._statistics is not None:
                 self._statistics.end()

@@ -193,8 +193,10 @@ def refusals() -> None:
         list(hvd.MicroBatches(4, Momentum(), seed=world.rank)(0))
     optimizer = Momentum()
     optimizer.lr += world.rank
-    with pytest.raises(MismatchError, match=r"lr of group 0"):
-        list(hvd.MicroBatches(4, optimizer)(0))
+    with pytest.raises(MismatchError, match=r"lr of group 0"):  # noqa: PT012
+        for _ in hvd.MicroBatches(4, optimizer)(0):
+            optimizer.params[0].grad = np.ones(optimizer.params[0].data.shape, np.float32)
+    assert optimizer.params[0].grad is None  # not that of one micro-batch
     tanh = np.tanh
     try:
         np.tanh = lambda x: np.nextafter(tanh(x), 2 * world.rank)  # type: ignore[assignment]
