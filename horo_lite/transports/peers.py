@@ -63,6 +63,8 @@ def asked(question: Callable[[], T], look: Callable[[], object]) -> T:
         thread.join(0.05)
     if failures:
         raise failures[0]
+    if not answers:
+        raise RuntimeError("the thread that asked has ended without an answer")
     return answers[0]
 
 

@@ -28,6 +28,7 @@ from horo_lite.start import rendezvous
 from horo_lite.start.mpi import failing_together
 from horo_lite.start.rendezvous import Rendezvous
 from horo_lite.start.rendezvous_spec import RendezvousSpec, rendezvous_spec
+from horo_lite.transports.peers import asked
 
 torch = pytest.importorskip("torch")
 
@@ -824,6 +825,18 @@ PYTORCHJOB = MASTER | {"RANK": "1", "WORLD_SIZE": "8", "PET_NPROC_PER_NODE": "4"
 TRAINER = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "4", "PET_NODE_RANK": "1"}
 NUMBER_NODES = "number the nodes of this job and not its ranks: "
 EXPLICIT = {"rank": 3, "size": 8, "address": "[fe80::1]:7"}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_call_that_ends_without_an_answer_is_an_error() -> None:
+    """Its thread may be ended by more than an Exception, and a tracer can stop it before."""
+
+    def ended() -> None:
+        raise SystemExit
+
+    assert asked(lambda: None, lambda: None) is None
+    with pytest.raises(RuntimeError, match="ended without an answer"):
+        asked(ended, lambda: None)
 
 
 @pytest.mark.parametrize(
