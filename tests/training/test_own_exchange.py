@@ -148,6 +148,22 @@ def test_what_is_left_over_does_not_go_to_another_parameter() -> None:
     assert run_threads(2, train) == 2 * [[8 * [0], [*7 * [0], 10.5]]]
 
 
+def test_after_a_join_nothing_is_left_over() -> None:
+    """Ranks have taken different numbers of steps before it."""
+
+    def train(group: Group) -> float:
+        (p,) = params = [zeros((8,))]
+        opt = hvd.DistributedOptimizer(SGD(params), compression=compressor("top-k"), group=group)
+        p.grad[...] = np.arange(10, 18) + group.rank
+        opt.step()  # leaves 16.5 as the largest
+        group.join()
+        p.grad[...] = 0
+        opt.step()
+        return float(p.grad.max())
+
+    assert run_threads(2, train) == [0.0, 0.0]
+
+
 def test_a_copy_has_a_compressor_of_its_own() -> None:
     def train(group: Group) -> list[float]:
         original = SGD([zeros((8,))])

@@ -785,3 +785,37 @@ def test_gradients_averaged_with_abandoned_ones_are_an_error_on_all_ranks() -> N
     ) in messages[0]
     assert "rank 1 has gradients that were averaged with abandoned ones" in messages[0]
     assert "zero_grad()" in messages[0]
+
+
+def test_an_error_in_finish_leaves_nothing_in_flight() -> None:
+    """After the ranks have agreed, when one has sent a bucket that the other has not."""
+
+    class Full(Adapter):
+        is_full = False
+
+        def missing(self, parameter: Any, dtype: str, shape: tuple[int, ...]) -> Any:
+            if self.is_full:
+                raise MemoryError
+            return super().missing(parameter, dtype, shape)
+
+    def rank(group: Group) -> None:
+        overlap = Overlap(cores=0 if group.rank else math.inf)
+        adapter, parameters = Full(), [Parameter() for _ in range(3)]
+        named = [(f"p{i}", parameter) for i, parameter in enumerate(parameters)]
+        reducer = Reducer(group, adapter, named, bucket_bytes=1, overlap=overlap)
+        for step in range(3):
+            adapter.is_full = step == 1
+            for i, parameter in enumerate(parameters):
+                parameter.grad = integers(group.rank, i, step, (2,))
+            if adapter.is_full:
+                parameters[group.rank].grad = None
+            reducer.ready(2)
+            if adapter.is_full:
+                with pytest.raises(MemoryError):
+                    reducer.finish()
+                continue
+            reducer.finish()
+            for i, parameter in enumerate(parameters):
+                assert (parameter.grad == average(2, i, step, (2,))).all()
+
+    run_threads(2, rank)
