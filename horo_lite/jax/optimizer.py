@@ -52,7 +52,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     `optax.MultiSteps` around it calls it in every mini-step and keeps the last result, so gradients
     are exchanged in every mini-step. It adds up each rank's own, and what has been added up is
     weighted by the last mini-step's `weight`: if weights change from one to the next, it must be
-    inside. See `average_gradients` for errors.
+    inside. So it must with `weight` in an `optax.chain`, in which MultiSteps drops extra arguments.
+    See `average_gradients` for errors.
 
     Args:
         optimizer: What optax.adam and similar functions return.

@@ -1364,6 +1364,115 @@ equal(before, (after[0], hvd.whole_state(after[1])), 1e-6)
     ranks(code, np=3)
 
 
+RANDOM = """
+import random
+
+ROWS, N_STEPS = 12, 5
+CORES = {
+    "momentum": lambda: optax.sgd(0.1, momentum=0.9),
+    "adam": lambda: optax.adam(0.05, eps=1e-3),
+    "lamb": lambda: optax.lamb(0.05, eps=1e-3, weight_decay=0.1),
+    "several": lambda: optax.multi_transform(
+        {"a": optax.rmsprop(0.05, eps=1e-3), "b": optax.sgd(0.1)}, {"body": "a", "heads": "b"}
+    ),
+}
+CLIPS = {
+    "no norm": optax.identity,
+    "value": lambda: optax.clip(0.05),
+    "norm of all": lambda: optax.clip_by_global_norm(0.1),
+    "norm of each": lambda: optax.clip_by_block_rms(0.05),
+}
+
+class Program:
+    \"""A random training loop: its optimizer, and what it does one after the other.\"""
+
+    def __init__(self, seed):
+        draw = random.Random(seed)
+        self.seed, self.core, self.clip = seed, draw.choice([*CORES]), draw.choice([*CLIPS])
+        self.accumulates = draw.choice(["", "", "inside", "around"])
+        self.op = draw.choice([hvd.Average, hvd.Average, hvd.Sum])
+        self.shards = draw.choice(["", "part", "all" if self.clip != "norm of all" else "part"])
+        self.is_weighted = self.op is hvd.Average and draw.random() < 0.5
+        self.ends = [ROWS // size * (r + 1) for r in range(size)]
+        if self.is_weighted:  # a rank may have no samples
+            self.ends = [*sorted(draw.choices(range(ROWS + 1), k=size - 1)), ROWS]
+        self.steps = draw.choices([*[draw.choice(["jit", "jit", "scan"])] * 3, "saved"], k=N_STEPS)
+
+    def optimizer(self, alone):
+        def accumulating(tx, where):
+            if where != self.accumulates:
+                return tx
+            return optax.MultiSteps(tx, 2).gradient_transformation()
+
+        core = CORES[self.core]()
+        if not alone and self.shards == "part":
+            core = hvd.shard_state(core)
+        tx = accumulating(optax.chain(CLIPS[self.clip](), core), "inside")
+        if not alone:
+            tx = hvd.DistributedOptimizer(tx, op=self.op, shard_state=self.shards == "all")
+        return accumulating(tx, "around")
+
+    def train(self, alone):
+        \"""Return the parameters after each step, and the whole state at the end.\"""
+        random = np.random.default_rng(self.seed)
+        batches = jnp.asarray(random.standard_normal((N_STEPS + 1, ROWS, 5)))
+        params = {"body": random.standard_normal((3, 2)), "heads": random.standard_normal((2, 2))}
+        params = jax.tree.map(jnp.asarray, params)
+        n_rows = np.diff([0, *self.ends])
+        shares = n_rows / ROWS * (size if self.op is hvd.Sum else 1) if alone else np.ones(size)
+
+        def loss_of(params, i, r):
+            x, y = jnp.split(batches[i, self.ends[r] - n_rows[r] : self.ends[r]], [3], axis=1)
+            head = params["heads"][(i + r) % 2]  # the other one's gradient is 0
+            return shares[r] * ((jnp.tanh(x @ params["body"]) * head - y) ** 2).mean()
+
+        def step(params, state, i):
+            of = [r for r in range(size) if n_rows[r]] if alone else [rank]
+            gradients = jax.grad(lambda p: sum(loss_of(p, i, r) for r in of))(params)
+            weight = {"weight": n_rows[rank]} if self.is_weighted and not alone else {}
+            updates, state = tx.update(gradients, state, params, **weight)
+            return optax.apply_updates(params, updates), state
+
+        def two_steps(params, state, i):
+            both = lambda carry, i: (step(*carry, i), None)
+            return jax.lax.scan(both, (params, state), i + jnp.arange(2))[0]
+
+        run = {"jit": jax.jit(step), "scan": jax.jit(two_steps)}
+        tx, every = self.optimizer(alone), []
+        state = tx.init(params)
+        for i, what in enumerate(self.steps):
+            if what in run:
+                params, state = run[what](params, state, i)
+            elif not alone:
+                state = hvd.divided_state(hvd.whole_state(state), tx.init(params))
+            every.append(params)
+        return every, state if alone else hvd.whole_state(state)
+"""
+
+
+@pytest.mark.shows("eager", "jit")
+def test_random_programs_train_as_one_process() -> None:
+    """What the other tests of training and of shares do one by one, in any combination."""
+    ranks(
+        f"""{RANDOM}
+first = hvd.broadcast_object(random.randrange(1 << 30))
+for seed in range(first, first + 4):
+    program = Program(seed)
+    with jax.enable_x64(True):
+        every, state = program.train(alone=False)
+        check_alike(every[-1])
+        expected, whole = program.train(alone=True) if rank == seed % size else (every, state)
+    if program.accumulates == "around":  # where each rank adds up its own
+        state = whole = None
+    found, wanted = map(jax.tree.leaves, ((every, state), (expected, whole)))
+    for a, b in zip(found, wanted, strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(a, b, 1e-5, 1e-5, err_msg=str(vars(program)))
+""",
+        np=2,
+    )
+
+
 @pytest.mark.skipif(mpi_name() != "openmpi", reason="Open MPI's fault tolerance")
 @pytest.mark.parametrize("divided", [False, True])
 def test_the_others_continue_when_a_rank_is_killed_inside_jit(divided: bool) -> None:
