@@ -13,8 +13,9 @@ from contract import Divisible, raises, samples
 from digits_runs import accuracy_of
 from worlds import on_ranks
 
-# Kernels without optimization, which would take more time than it saves here.
-ENV = {"NOOPT": "1"}
+# Kernels without optimization, which would take more time than it saves here. 0.14 reads TRAINING
+# as Tensor.training, and compiles in PARALLEL processes, which a rank would leave behind.
+ENV = {"NOOPT": "1", "TRAINING": "1", "PARALLEL": "0"}
 if not shutil.which("clang"):
     ENV["DEV"] = "CPU:X86"  # tinygrad's own assembler
 os.environ.update(ENV)
