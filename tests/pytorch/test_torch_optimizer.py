@@ -11,6 +11,7 @@ import pickle
 import re
 import threading
 import warnings
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -1654,6 +1655,28 @@ def test_a_parameter_taken_out_of_param_groups_is_not_averaged(first: str) -> No
     for number, (removed, kept) in enumerate(run_threads(2, rank)):
         assert removed == [2.0 * (number + 1)] * 3
         assert kept == [3.0] * 3
+
+
+def test_a_parameter_taken_out_of_param_groups_is_freed() -> None:
+    """With its gradient: an optimizer whose layers are replaced would keep all of them."""
+
+    def rank(group: Group) -> bool:
+        weights = [nn.Parameter(torch.ones(3)) for _ in "ab"]
+        inner = torch.optim.SGD(weights, lr=1.0)
+        named = [("a", weights[0]), ("b", weights[1])]
+        optimizer = DistributedOptimizer(inner, named, process_set=group)
+        named.clear()
+        removed = weakref.ref(weights[0])
+        for step in range(2):
+            if step == 1:
+                del weights[0], inner.param_groups[0]["params"][0]
+            optimizer.zero_grad()
+            torch.stack(weights).sum().backward()
+            optimizer.step()
+        gc.collect()
+        return removed() is None
+
+    assert run_threads(2, rank) == [True, True]
 
 
 @pytest.mark.parametrize("op", [Average, Sum])
