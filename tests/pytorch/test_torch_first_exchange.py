@@ -105,6 +105,22 @@ def test_gradients_from_before_the_optimizer_that_were_clipped_are_a_warning(cha
     assert len(heard) == (2 if change == "clip" else 0)
 
 
+def test_gradients_written_by_hand_after_a_pass_was_dropped_are_no_warning() -> None:
+    """zero_grad() keeps the tensor, whose version the pass has recorded."""
+
+    def run(group: Group) -> list[float]:
+        weight = torch.nn.Parameter(torch.ones(2))
+        inner = torch.optim.SGD([weight], 1.0)
+        optimizer = DistributedOptimizer(inner, process_set=group, backward_passes_per_step=2)
+        weight.sum().backward()
+        optimizer.zero_grad(set_to_none=False)
+        weight.grad.fill_(group.rank + 1.0)
+        optimizer.step()
+        return list(weight.tolist())
+
+    assert run_and_hear(2, run) == ([[-0.5, -0.5]] * 2, [])
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("kind", ["meta", "nested", "float8"])
 def test_parameters_without_memory_are_left_out_of_unasked_comparisons(kind: str) -> None:
