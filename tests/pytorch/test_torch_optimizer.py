@@ -1848,6 +1848,20 @@ def test_an_earlier_hook_that_takes_the_gradient_away_is_an_error() -> None:
     run_threads(2, rank)
 
 
+def test_passes_are_counted_anew_after_each_exchange() -> None:
+    def rank(group: Group) -> list[float]:
+        weight = nn.Parameter(torch.ones(1))
+        optimizer = wrap(torch.optim.SGD([weight], lr=1.0), group, backward_passes_per_step=2)
+        seen = []
+        for _ in range(4):
+            (weight * (group.rank + 1.0)).sum().backward()
+            seen.append(float(weight.grad))
+        optimizer.step()
+        return seen
+
+    assert run_threads(2, rank) == [[1.0, 3.0, 4.0, 6.0], [2.0, 3.0, 5.0, 6.0]]
+
+
 @pytest.mark.parametrize("passes", [1, 2])
 def test_nothing_is_left_of_a_pass_whose_gradient_was_taken_away(passes: int) -> None:
     """By then, the gradient of another parameter has been sent."""
