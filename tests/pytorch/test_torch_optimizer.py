@@ -1848,6 +1848,38 @@ def test_an_earlier_hook_that_takes_the_gradient_away_is_an_error() -> None:
     run_threads(2, rank)
 
 
+def test_when_a_weight_comes_too_late() -> None:
+    """Not after a pass that failed; but inside of one, and while some gradient is held."""
+
+    def rank(group: Group) -> list[float]:
+        first, last = weights = [nn.Parameter(torch.ones(1)) for _ in "ab"]
+        optimizer = wrap(torch.optim.SGD(weights, lr=1.0), group)
+
+        def backward() -> None:
+            ((first + last) * (group.rank + 1.0)).sum().backward()
+
+        def fail(_: Any) -> None:
+            with pytest.raises(RuntimeError, match="comes too late"):
+                optimizer.set_weight(5)
+            raise KeyError
+
+        optimizer.set_weight(5)
+        handle = first.register_post_accumulate_grad_hook(fail)
+        with pytest.raises(KeyError):
+            backward()
+        handle.remove()
+        first.grad = last.grad = None
+        optimizer.set_weight(1 + 2 * group.rank)
+        backward()
+        averages = [float(first.grad), float(last.grad)]
+        first.grad = None
+        with pytest.raises(RuntimeError, match="comes too late"):
+            optimizer.set_weight(5)
+        return averages
+
+    assert run_threads(2, rank) == [[1.75, 1.75]] * 2
+
+
 def test_passes_are_counted_anew_after_each_exchange() -> None:
     def rank(group: Group) -> list[float]:
         weight = nn.Parameter(torch.ones(1))
