@@ -285,3 +285,13 @@ def test_large_arrays_are_not_copied_before_they_are_reduced() -> None:
 
     run_threads(3, work, timeout_s=60)
     assert sorted(read) == [0, 1, 2]
+
+
+def test_large_arrays_are_copied_before_they_are_broadcast() -> None:
+    def work(group: hvd.Group) -> None:
+        x = np.full(MIB, 1 + group.rank, np.float32)
+        for root in range(2):
+            assert np.all(hvd.broadcast(x, root, group=group) == 1 + root)
+        assert np.all(x == 1 + group.rank)
+
+    run_threads(2, work)
