@@ -1848,6 +1848,47 @@ def test_an_earlier_hook_that_takes_the_gradient_away_is_an_error() -> None:
     run_threads(2, rank)
 
 
+def test_sums_of_rows_are_added_to_after_they_were_set_to_zero() -> None:
+    def rank(group: Group) -> list[float]:
+        table = nn.Embedding(3, 1, sparse=True)
+        table.weight.data.fill_(0)
+        optimizer = wrap(torch.optim.SGD(table.parameters(), lr=1.0), group, op=Sum)
+        for _ in range(2):
+            optimizer.zero_grad(set_to_none=False)
+            table(torch.tensor([0, group.rank])).sum().backward()
+            optimizer.step()
+        return table.weight.flatten().tolist()
+
+    assert run_threads(2, rank) == [[-6.0, -2.0, 0.0]] * 2
+
+
+def test_nothing_is_left_of_a_step_with_a_gradient_changed_too_early() -> None:
+    """By then, the gradient of another parameter has been sent."""
+
+    def rank(group: Group) -> None:
+        first, last = weights = [nn.Parameter(torch.ones(64)) for _ in range(2)]
+        optimizer = wrap(torch.optim.SGD(weights, lr=1.0), group, backward_passes_per_step=2)
+
+        def backward(factor: float, *used: Any) -> None:
+            (sum(w.sum() for w in used) * (factor + group.rank)).backward()
+
+        for _ in range(2):
+            optimizer.zero_grad()
+            backward(1.0, *weights)
+            backward(1.0, *weights)
+        optimizer.zero_grad()
+        backward(1.0, *weights)
+        first.grad.mul_(2)
+        with pytest.raises(RuntimeError, match="was changed in place before it was averaged"):
+            backward(1.0, last)
+        optimizer.zero_grad()
+        backward(3.0, *weights)
+        backward(3.0, *weights)
+        assert [w.grad.unique().tolist() for w in weights] == [[7.0]] * 2
+
+    run_threads(2, rank)
+
+
 def test_when_a_weight_comes_too_late() -> None:
     """Not after a pass that failed; but inside of one, and while some gradient is held."""
 
