@@ -23,7 +23,7 @@ from horo_lite.collectives.group import Group
 from horo_lite.collectives.reductions import Adasum, Average, Sum, checked_weight
 from horo_lite.collectives.shared_memory import share
 from horo_lite.context import is_initialized, on_renewed, world
-from horo_lite.errors import ranks_in_words, warn
+from horo_lite.errors import NonFiniteError, ranks_in_words, warn
 from horo_lite.horovod.process_sets import group_of_member
 from horo_lite.state.drift import DriftCheck
 from horo_lite.torch import bucket_views, sparse
@@ -92,6 +92,7 @@ class Step:
     until: int = IN_BACKWARD  # where the last of them does
     exchanged: list[tuple[Slot, Any, int]] = field(default_factory=list)  # what they receive
     is_late: bool = False  # this rank receives in step() what others have before
+    failed: list[tuple[Slot, Any]] = field(default_factory=list)  # undefined since an exchange
 
 
 class GradientExchange:
@@ -469,7 +470,10 @@ class GradientExchange:
         """
         with self._lock:
             # Outside of backward(), a pass that is not over has ended without a report.
-            self._mend(drops=graph_task() < 0 and not keeps_pending)
+            is_outside = graph_task() < 0
+            self._mend(drops=is_outside and not keeps_pending)
+            if is_outside:
+                self._pass = BackwardPass()
             self._step = Step(self._step.weight, self._step.weight_is_used)
             for slot in self.slots:
                 if not (keeps_pending and slot.touched):
@@ -480,7 +484,8 @@ class GradientExchange:
         """Exchange the gradients that no backward() has exchanged, if there are any.
 
         Raises:
-            RuntimeError: This rank has changed averages that others receive only here.
+            RuntimeError: This rank has changed averages that others receive only here, or an
+                exchange has failed before.
         """
         if not self.takes_part:
             return
@@ -488,6 +493,7 @@ class GradientExchange:
             self._mend()
             if graph_task() < 0:  # over, too, if its end was not reported: see _hand_over
                 self._pass = BackwardPass()
+            self._check_defined()
             # A rank whose passes touched nothing joins the other ranks' exchange here.
             if self._is_left() or self._step.is_due:
                 self.exchange(where)
@@ -502,6 +508,16 @@ class GradientExchange:
                     )
             if where == self._step.until == IN_SYNCHRONIZE:  # all ranks have them now
                 self._step.exchanged = []
+
+    def _check_defined(self) -> None:
+        """Raise RuntimeError if there are gradients whose exchange has failed, on every rank."""
+        for slot, gradient in self._step.failed:
+            if gradient is not None and slot.parameter.grad is gradient:
+                raise RuntimeError(
+                    f"the exchange of the gradient of {slot.name!r} has failed with an error, "
+                    "which the program has caught, so the gradient is undefined: call "
+                    "optimizer.zero_grad() on every rank, and repeat the backward passes"
+                )
 
     def _is_left(self) -> bool:
         """Return whether there are gradients that no backward() has exchanged."""
@@ -589,11 +605,13 @@ class GradientExchange:
             else:
                 if not self._is_skipping:
                     self.flush(IN_STEP)
-                elif self.takes_part and self._is_left_out():
-                    raise RuntimeError(
-                        "skip_synchronize() without synchronize(): every rank would step with its "
-                        "own gradients. Call synchronize() first"
-                    )
+                elif self.takes_part:
+                    self._check_defined()
+                    if self._is_left_out():
+                        raise RuntimeError(
+                            "skip_synchronize() without synchronize(): every rank would step with "
+                            "its own gradients. Call synchronize() first"
+                        )
                 self._check_hyperparameters()
             without = [slot for slot in self.slots if slot.parameter.grad is None]
             result = self.take_step(step, args, kwargs)
@@ -720,7 +738,7 @@ class GradientExchange:
                 try:
                     reducer.fail(RuntimeError(_changed_too_early(slot.name)))
                 finally:
-                    self._count_anew()
+                    self._give_up(touched)
         by_hand = [slot for slot in touched if slot.passes == 0 and self._is_by_hand(slot)]
         for slot in touched:
             if slot.passes == 0 and slot.parameter.grad is not None:
@@ -742,9 +760,9 @@ class GradientExchange:
             if self._shares and reducer.shared is None and common.all_are_here:
                 self._share()
             self._n_exchanges += 1
-        except Exception:
-            # On all ranks there is one: they may have been in different steps, and start again.
-            self._count_anew()
+            self._step.failed = [pair for pair in self._step.failed if not pair[0].touched]
+        except Exception as error:
+            self._give_up([] if isinstance(error, NonFiniteError) else touched)
             raise
         finally:
             self._step.is_due = False
@@ -777,6 +795,11 @@ class GradientExchange:
                 "changes it before creating the DistributedOptimizer, as Tensor.register_hook, or "
                 "change gradients after backward()"
             )
+
+    def _give_up(self, undefined: Sequence[Slot]) -> None:
+        """Start counting again after an error on all ranks: they may have been in other steps."""
+        self._count_anew()
+        self._step.failed = [(slot, slot.parameter.grad) for slot in undefined]
 
     def _make_views(self) -> None:
         """Allocate memory for every gradient that other ranks will be able to access."""

@@ -2449,6 +2449,63 @@ def test_learning_rates_are_compared_when_they_are_used(how: str) -> None:
     assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
 
 
+@pytest.mark.parametrize(
+    ("how", "zeroed_by"),
+    [("step", "hand"), ("step", "module"), ("skip", "module"), ("synchronize", "optimizer")],
+)
+def test_a_failed_exchange_leaves_no_gradients_to_step_with(how: str, zeroed_by: str) -> None:
+    def rank(group: Group) -> list[Any]:
+        net = nn.Linear(2, 1)
+        nn.init.ones_(net.weight)
+        nn.init.zeros_(net.bias)
+        optimizer = wrap(torch.optim.SGD(net.parameters(), lr=1.0), group)
+
+        def backward() -> None:
+            (net(torch.ones(1, 2)) * (1.0 + group.rank)).sum().backward()
+
+        if group.rank:
+            optimizer.set_weight(1.0)
+        with pytest.raises(MismatchError, match="weighted"):
+            backward()
+        skipping = optimizer.skip_synchronize() if how == "skip" else contextlib.nullcontext()
+        call = optimizer.synchronize if how == "synchronize" else optimizer.step
+        with skipping, pytest.raises(RuntimeError, match=r"'param_groups\[0\]\[0\]' has failed"):
+            call()
+        assert net.weight.tolist() == [[1.0, 1.0]]
+        if zeroed_by == "hand":
+            net.weight.grad = net.bias.grad = None
+        else:
+            owner = optimizer if zeroed_by == "optimizer" else net
+            owner.zero_grad(set_to_none=zeroed_by == "optimizer")
+        backward()
+        optimizer.step()
+        return [*net.weight.tolist(), net.bias.tolist()]
+
+    assert run_threads(2, rank) == [[[-0.5, -0.5], [-1.5]]] * 2
+
+
+def test_a_pass_in_a_leafs_hook_is_over_when_a_closure_begins() -> None:
+    """The engine does not report its end: the closure's zero_grad() takes no gradient from it."""
+
+    def rank(group: Group) -> list[Any]:
+        first, last = weights = [nn.Parameter(torch.ones(1)) for _ in range(2)]
+        optimizer = wrap(torch.optim.SGD(weights, lr=1.0), group, backward_passes_per_step=2)
+        leaf = torch.ones(1, requires_grad=True)
+        leaf.register_hook(torch.enable_grad()(lambda _: first.sum().backward()))
+        leaf.backward()
+
+        def closure() -> Any:
+            first.grad = last.grad = None
+            loss = last.sum() * (1.0 + group.rank)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        return [weight.item() for weight in weights]
+
+    assert run_threads(2, rank) == [[1.0, -0.5]] * 2
+
+
 def test_a_closure_may_return_a_float() -> None:
     def rank(group: Group) -> float:
         weight = nn.Parameter(torch.zeros(1))
