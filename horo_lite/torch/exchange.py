@@ -470,10 +470,7 @@ class GradientExchange:
         """
         with self._lock:
             # Outside of backward(), a pass that is not over has ended without a report.
-            is_outside = graph_task() < 0
-            self._mend(drops=is_outside and not keeps_pending)
-            if is_outside:
-                self._pass = BackwardPass()
+            self._mend(drops=graph_task() < 0 and not keeps_pending)
             self._step = Step(self._step.weight, self._step.weight_is_used)
             for slot in self.slots:
                 if not (keeps_pending and slot.touched):

@@ -2484,28 +2484,6 @@ def test_a_failed_exchange_leaves_no_gradients_to_step_with(how: str, zeroed_by:
     assert run_threads(2, rank) == [[[-0.5, -0.5], [-1.5]]] * 2
 
 
-def test_a_pass_in_a_leafs_hook_is_over_when_a_closure_begins() -> None:
-    """The engine does not report its end: the closure's zero_grad() takes no gradient from it."""
-
-    def rank(group: Group) -> list[Any]:
-        first, last = weights = [nn.Parameter(torch.ones(1)) for _ in range(2)]
-        optimizer = wrap(torch.optim.SGD(weights, lr=1.0), group, backward_passes_per_step=2)
-        leaf = torch.ones(1, requires_grad=True)
-        leaf.register_hook(torch.enable_grad()(lambda _: first.sum().backward()))
-        leaf.backward()
-
-        def closure() -> Any:
-            first.grad = last.grad = None
-            loss = last.sum() * (1.0 + group.rank)
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
-        return [weight.item() for weight in weights]
-
-    assert run_threads(2, rank) == [[1.0, -0.5]] * 2
-
-
 def test_a_closure_may_return_a_float() -> None:
     def rank(group: Group) -> float:
         weight = nn.Parameter(torch.zeros(1))
