@@ -497,7 +497,10 @@ class Reducer:
         if n_begun and self._agreed is not None:
             early = {i for bucket in self._agreed.plan.buckets[:n_begun] for i in bucket}
             rest = tuple(i for i in rest if i not in early)
-            for bucket in self._agreed.plan.buckets[len(handles) : n_begun]:
+            late = self._agreed.plan.buckets[len(handles) : n_begun]
+            if late:  # others have sent what may have been taken away on all ranks since
+                self._fill(self._agreed.plan, arrays, copied)
+            for bucket in late:
                 self._send(self._agreed.plan, bucket, [arrays[i] for i in bucket])
         if rest:
             names = [self._parameters[i][0] for i in rest]

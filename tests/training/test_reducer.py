@@ -819,3 +819,24 @@ def test_an_error_in_finish_leaves_nothing_in_flight() -> None:
                 assert (parameter.grad == average(2, i, step, (2,))).all()
 
     run_threads(2, rank)
+
+
+def test_a_gradient_that_all_ranks_drop_after_one_has_sent_it_stays_away() -> None:
+    def rank(group: Group) -> None:
+        overlap = Overlap(cores=0 if group.rank else math.inf)
+        reducer, parameters = make(group, 3, bucket_bytes=1, overlap=overlap)
+        for step in range(3):
+            for i, parameter in enumerate(parameters):
+                parameter.grad = integers(group.rank, i, step, (2,))
+            reducer.ready(2)
+            if step == 1:
+                assert len(reducer._step.handles) == (1 if group.rank == 0 else 0)
+                parameters[2].grad = None
+            reducer.finish()
+            for i, parameter in enumerate(parameters):
+                if step == 1 and i == 2:
+                    assert parameter.grad is None
+                else:
+                    assert (parameter.grad == average(2, i, step, (2,))).all()
+
+    run_threads(2, rank)
