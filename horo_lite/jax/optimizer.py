@@ -52,8 +52,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     `optax.MultiSteps` around it calls it in every mini-step and keeps the last result, so gradients
     are exchanged in every mini-step. It adds up each rank's own, and what has been added up is
     weighted by the last mini-step's `weight`: if weights change from one to the next, it must be
-    inside. So it must with `weight` in an `optax.chain`, in which MultiSteps drops extra arguments.
-    See `average_gradients` for errors.
+    inside. It must also be inside if it is a part of an `optax.chain` and weights are passed: optax
+    does not pass them on there, and the average would not be weighted. See `average_gradients` for
+    errors.
 
     Args:
         optimizer: What optax.adam and similar functions return.
