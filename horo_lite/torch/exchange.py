@@ -759,6 +759,7 @@ class GradientExchange:
             self._n_exchanges += 1
             self._step.failed = [pair for pair in self._step.failed if not pair[0].touched]
         except Exception as error:
+            # NonFiniteError is raised when everything has been exchanged.
             self._give_up([] if isinstance(error, NonFiniteError) else touched)
             raise
         finally:
