@@ -14,7 +14,6 @@ from horo_lite.torch.compression import Compression
 from horo_lite.torch.submission import (
     Set,
     listed,
-    name_of,
     submit_allgather,
     submit_alltoall,
     submit_broadcast,
@@ -32,7 +31,9 @@ class _Collective(torch.autograd.Function):
     """An operation with a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, run: Run, name: str, ranks: Set, *xs: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, run: Run, name: str | None, ranks: Set, *xs: Tensor
+    ) -> tuple[Tensor, ...]:
         results, ctx.run_backward = run(xs, name, ranks)
         ctx.mark_non_differentiable(*results[len(xs) :])
         return tuple(results)
@@ -43,13 +44,12 @@ class _Collective(torch.autograd.Function):
 
 
 def _performed(
-    kind: str, tensors: Sequence[Tensor], name: str | None, process_set: Set, run: Run
+    tensors: Sequence[Tensor], name: str | None, process_set: Set, run: Run
 ) -> list[Tensor]:
     """Return the results of an operation; differentiable if a tensor requires a gradient."""
     if not torch.is_grad_enabled() or not any(getattr(x, "requires_grad", False) for x in tensors):
         return list(run(tensors, name, process_set)[0])
-    group = group_of(process_set)
-    return list(_Collective.apply(run, name_of(group, kind, name), group, *tensors))
+    return list(_Collective.apply(run, name, group_of(process_set), *tensors))
 
 
 def reduced(
@@ -68,14 +68,16 @@ def reduced(
     factors = prescale_factor, postscale_factor
 
     def run(xs: Sequence[Tensor], name: str | None, ranks: Set) -> Any:
+        how = op, name, compression, *factors, ranks
+        handle = submit_reduction("allreduce", xs, *how)
+
         def backward(grads: Sequence[Tensor]) -> list[Tensor]:
             _check_linear(op)
-            return reduced(grads, op, f"{name} gradient", Compression.none, *factors, ranks)
+            return reduced(grads, op, f"{handle.name} gradient", Compression.none, *factors, ranks)
 
-        how = op, name, compression, *factors, ranks
-        return synchronize(submit_reduction("allreduce", xs, *how)), backward
+        return synchronize(handle), backward
 
-    return _performed("allreduce", listed(tensors), name, process_set, run)
+    return _performed(listed(tensors), name, process_set, run)
 
 
 def scattered(
@@ -94,16 +96,18 @@ def scattered(
     factors = prescale_factor, postscale_factor
 
     def run(xs: Sequence[Tensor], name: str | None, ranks: Set) -> Any:
+        how = op, name, compression, *factors, ranks
+        handle = submit_reduction("reducescatter", xs, *how)
+
         def backward(grads: Sequence[Tensor]) -> list[Tensor]:
             _check_linear(op)
             n_times = prescale_factor * postscale_factor
             factor = n_times * group_of(ranks).size if op is Sum else n_times
-            return [grad * factor for grad in gathered(grads, f"{name} gradient", ranks)]
+            return [grad * factor for grad in gathered(grads, f"{handle.name} gradient", ranks)]
 
-        how = op, name, compression, *factors, ranks
-        return synchronize(submit_reduction("reducescatter", xs, *how)), backward
+        return synchronize(handle), backward
 
-    return _performed("reducescatter", listed(tensors), name, process_set, run)
+    return _performed(listed(tensors), name, process_set, run)
 
 
 def gathered(tensors: Sequence[Tensor], name: str | None, process_set: Set) -> list[Tensor]:
@@ -113,24 +117,25 @@ def gathered(tensors: Sequence[Tensor], name: str | None, process_set: Set) -> l
     """
 
     def run(xs: Sequence[Tensor], name: str | None, ranks: Set) -> Any:
-        results = synchronize(submit_allgather(xs, name, ranks))
+        handle = submit_allgather(xs, name, ranks)
+        results = synchronize(handle)
         shapes = [x.shape for x in xs]
         n_rows = [shape[0] if shape else 1 for shape in shapes]
 
         def backward(grads: Sequence[Tensor]) -> list[Tensor]:
             everyone = torch.tensor([n_rows], device="cpu")
-            (everyone,) = gathered([everyone], f"{name} gradient rows", ranks)
+            (everyone,) = gathered([everyone], f"{handle.name} gradient rows", ranks)
             before = everyone[: group_of(ranks).rank].sum(0).tolist()
             return [
                 mean[begin : begin + n].reshape(shape)
                 for mean, begin, n, shape in zip(
-                    _averaged(grads, name, ranks), before, n_rows, shapes, strict=True
+                    _averaged(grads, handle.name, ranks), before, n_rows, shapes, strict=True
                 )
             ]
 
         return results, backward
 
-    return _performed("allgather", listed(tensors), name, process_set, run)
+    return _performed(listed(tensors), name, process_set, run)
 
 
 def sent_from_root(tensor: Tensor, root_rank: int, name: str | None, process_set: Set) -> Tensor:
@@ -140,18 +145,19 @@ def sent_from_root(tensor: Tensor, root_rank: int, name: str | None, process_set
     """
 
     def run(xs: Sequence[Tensor], name: str | None, ranks: Set) -> Any:
+        handle = submit_broadcast(xs[0], root_rank, name, ranks, in_place=False)
+
         def backward(grads: Sequence[Tensor]) -> list[Tensor]:
-            (mean,) = _averaged(grads, name, ranks)
+            (mean,) = _averaged(grads, handle.name, ranks)
             group = group_of(ranks)
             if group.rank != root_in(group, root_rank):
                 # In the graph, since second derivatives are collective.
                 mean = mean.masked_fill(torch.ones((), dtype=torch.bool, device=mean.device), 0)
             return [mean]
 
-        handle = submit_broadcast(xs[0], root_rank, name, ranks, in_place=False)
         return [synchronize(handle)], backward
 
-    (result,) = _performed("broadcast", [tensor], name, process_set, run)
+    (result,) = _performed([tensor], name, process_set, run)
     return result
 
 
@@ -164,19 +170,20 @@ def rows_exchanged(
     """
 
     def run(xs: Sequence[Tensor], name: str | None, ranks: Set) -> Any:
-        result, received = synchronize(submit_alltoall(xs[0], splits, name, ranks))
+        handle = submit_alltoall(xs[0], splits, name, ranks)
+        result, received = synchronize(handle)
         splits_back = received.tolist()
 
         def backward(grads: Sequence[Tensor]) -> list[Tensor]:
-            return [rows_exchanged(grads[0], splits_back, f"{name} gradient", ranks)[0]]
+            return [rows_exchanged(grads[0], splits_back, f"{handle.name} gradient", ranks)[0]]
 
         return [result, received], backward
 
-    result, received = _performed("alltoall", [tensor], name, process_set, run)
+    result, received = _performed([tensor], name, process_set, run)
     return result, received
 
 
-def _averaged(grads: Sequence[Tensor], name: str | None, ranks: Set) -> list[Tensor]:
+def _averaged(grads: Sequence[Tensor], name: str, ranks: Set) -> list[Tensor]:
     return reduced(grads, Average, f"{name} gradient", Compression.none, 1.0, 1.0, ranks)
 
 

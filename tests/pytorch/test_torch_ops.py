@@ -752,6 +752,34 @@ def test_wrong_arguments_are_value_errors_at_the_call() -> None:
     run_threads(3, rank)
 
 
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_call_with_wrong_arguments_takes_no_number_of_others(grad: bool) -> None:
+    def rank(group: Group) -> None:
+        k = {"process_set": group}
+        one = torch.ones(4, requires_grad=grad)
+        if group.rank == 1:
+            for wrong in (
+                lambda: hvd.allreduce(one, prescale_factor=float("nan"), **k),
+                lambda: hvd.reducescatter(one, compression="fp16", **k),
+                lambda: hvd.grouped_allgather([one, one.to_sparse()], **k),
+                lambda: hvd.broadcast(one, 7, **k),
+                lambda: hvd.alltoall(one, [1, 1], **k),
+            ):
+                with pytest.raises(ValueError, match=r"."):
+                    wrong()
+        mine = [tensor(group.rank, shape=(4, 3)) + i for i in range(2)]
+        for begin in (
+            hvd.allreduce_async, hvd.reducescatter_async, hvd.allgather_async,
+            partial(hvd.broadcast_async, root_rank=1), hvd.alltoall_async,
+        ):  # fmt: skip
+            one, other = (hvd.synchronize(h) for h in [begin(x, **k) for x in mine])
+            if begin is hvd.alltoall_async:
+                one, other = one[0], other[0]
+            assert torch.equal(one + 1, other)  # not of two operations
+
+    run_threads(2, rank)
+
+
 def test_forward_mode_loses_no_tangent() -> None:
     def rank(group: Group) -> None:
         one = torch.ones(2)
