@@ -205,16 +205,30 @@ def nccl_timeout_s() -> float:
     return seconds(name, os.environ.get(name) or "120")
 
 
+REPLACEMENT = "HORO_LITE_REPLACEMENT"
+
+
+def is_replacement() -> bool:
+    """Return whether this process was started to replace a lost rank, and has not yet joined.
+
+    Until then it is rank 0 of its own world, which must not write to the files of the job's rank 0.
+    """
+    return REPLACEMENT in os.environ
+
+
 def flight_record_folder() -> Path | None:
     """Return the folder for the ranks' last operations, if a failed job is to leave a record."""
-    folder = os.environ.get("HORO_LITE_FLIGHT_RECORD")
-    return Path(folder).absolute() if folder else None
+    return _path("HORO_LITE_FLIGHT_RECORD")
 
 
 def steps_file() -> Path | None:
     """Return the file in which rank 0 records what the steps begin with, if it is to do so."""
-    path = os.environ.get("HORO_LITE_RECORD_STEPS")
-    return Path(path).absolute() if path else None
+    return _path("HORO_LITE_RECORD_STEPS")
+
+
+def _path(variable: str) -> Path | None:
+    path = os.environ.get(variable)
+    return Path(path).absolute() if path and not is_replacement() else None
 
 
 def registers_with_nccl() -> bool:
@@ -343,7 +357,7 @@ VARIABLES = (
         "",
     ),
     Variable(
-        ("HORO_LITE_REPLACEMENT",),
+        (REPLACEMENT,),
         "",
         "set for a process that elastic.run started to replace a lost rank: who started it",
         "",

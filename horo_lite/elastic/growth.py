@@ -18,22 +18,16 @@ from typing import Any, NoReturn
 from horo_lite.elastic.consensus import consensus
 from horo_lite.errors import say
 from horo_lite.processes import lives
+from horo_lite.settings import REPLACEMENT
 from horo_lite.start import mpi
 from horo_lite.transports.peers import host_key
 
-# The process that started this one, as "pid@host"; set only for replacements.
-_VARIABLE = "HORO_LITE_REPLACEMENT"
 # How long connecting a replacement that has reached elastic.run to the others may take.
 _CONNECT_S = 15.0
 # How long one that was started may take to reach elastic.run, before rank 0 says that it has not.
 _REPORT_S = 300.0
 # The messages that its starter sends it, in addition to the name of a port.
 _GO, _LEAVE = "go", "leave"
-
-
-def is_replacement() -> bool:
-    """Return whether this process was started to replace a lost rank."""
-    return _VARIABLE in os.environ
 
 
 class Replacements:
@@ -115,7 +109,7 @@ class Replacements:
         from mpi4py import MPI
 
         mpi.end_without_finalize()
-        variable = f"{_VARIABLE}={os.getpid()}@{_host()}"
+        variable = f"{REPLACEMENT}={os.getpid()}@{_host()}"
         # The variable is set by `env`: Open MPI passes on the environment of mpiexec.
         command = [variable, sys.executable, *sys.orig_argv[1:]]
         try:
@@ -192,7 +186,7 @@ class _Watch:
     """Ends this process if it waits inside MPI for a rank that will never arrive."""
 
     def __init__(self) -> None:
-        pid, _, host = os.environ.pop(_VARIABLE).partition("@")  # from now on a rank like others
+        pid, _, host = os.environ.pop(REPLACEMENT).partition("@")  # from now on a rank like others
         # If the starter is on another host, only the time limit applies.
         self._starter = int(pid) if host == _host() else os.getpid()
         self._over = False

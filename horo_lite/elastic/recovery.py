@@ -37,6 +37,7 @@ from horo_lite.errors import (
     say,
     warn,
 )
+from horo_lite.settings import is_replacement
 from horo_lite.start.ending import end_this_rank, others_go_on
 from horo_lite.start.launcher import is_fault_tolerant
 from horo_lite.start.session import abandon, communicator, renew
@@ -98,7 +99,7 @@ def run(train: Any = None, *, min_size: int = 1, max_size: int | None = None) ->
             finally:  # before another rank 0 writes to the file
                 state.flush()
 
-        joins = growth.is_replacement()
+        joins = is_replacement()
         if not joins and not survives(state._checkpoint):
             state.read_checkpoint()
             state.sync()

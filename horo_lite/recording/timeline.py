@@ -29,11 +29,12 @@ import json
 import mmap
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from horo_lite import _native, files
+from horo_lite.errors import warn
 from horo_lite.recording import recorder
 from horo_lite.recording.records import (
     Operation,
@@ -53,6 +54,7 @@ _BEGIN, _END, _UNJOINED_END = b"[\n", b"\n]\n", b"\n] "
 
 
 class _Running(NamedTuple):
+    given: str
     path: Path
     first: int
     """The number of its first operation."""
@@ -63,25 +65,32 @@ class _Running(NamedTuple):
 
 
 _running: _Running | None = None
+_paused: str | None = None
+"""What `resume` continues: the path as it was given."""
 
 
-def start(path: str | os.PathLike[str], rank: int, *, anew: bool = True) -> None:
+def start(path: str | os.PathLike[str], rank: int, *, paused: bool = False) -> None:
     """Start a timeline: see `horo_lite.start_timeline`.
 
     Args:
-        path: The file of the trace.
+        path: The file of the trace, which is replaced if it exists.
         rank: This rank's number.
-        anew: Whether to replace an existing trace.
+        paused: Whether to start with `resume`, and then to keep an existing trace.
 
     Raises:
         ValueError: A timeline is already being written.
         OSError: The file cannot be written.
     """
-    if _running is not None:
+    global _paused
+    if is_running():
         raise ValueError("a timeline is already being written: call stop_timeline() first")
-    trace = Path(os.fspath(path).replace("{rank}", str(rank))).absolute()
+    given = os.path.abspath(path)
+    if paused:
+        _paused = given
+        return
+    trace = _trace_of(given, rank)
     try:
-        _start(trace, rank, anew)
+        _start(given, rank, anew=True)
     except TimeoutError:
         raise
     except files.ForeignFileError as error:
@@ -95,8 +104,13 @@ def start(path: str | os.PathLike[str], rank: int, *, anew: bool = True) -> None
         ) from error
 
 
-def _start(trace: Path, rank: int, anew: bool) -> None:
+def _trace_of(given: str, rank: int) -> Path:
+    return Path(given.replace("{rank}", str(rank)))
+
+
+def _start(given: str, rank: int, anew: bool) -> None:
     global _running
+    trace = _trace_of(given, rank)
     with _locked(trace) as file:
         # The first rank to begin may find files of another job or an earlier timeline.
         others = files_of(trace)
@@ -108,7 +122,7 @@ def _start(trace: Path, rank: int, anew: bool) -> None:
         former = recorder.file()
         recorder.keep(CAPACITY, file_of(trace, rank))
     _native.Recorder.time_phases(True)
-    _running = _Running(trace, _native.Recorder.n_operations() + 1, former, os.getpid())
+    _running = _Running(given, trace, _native.Recorder.n_operations() + 1, former, os.getpid())
 
 
 def stop() -> None:
@@ -117,8 +131,8 @@ def stop() -> None:
     Raises:
         OSError: The trace cannot be written. The operations remain in a file beside it.
     """
-    global _running
-    running, _running = _running, None
+    global _running, _paused
+    running, _running, _paused = _running, None, None
     if running is None or running.pid != os.getpid():
         return
     _native.Recorder.time_phases(False)
@@ -144,9 +158,44 @@ def stop() -> None:
     recorder.keep(recorder.CAPACITY, running.former)
 
 
+def pause(lost: Iterable[int]) -> None:
+    """Stop until `resume`, and add the operations of lost ranks, whose numbers others get.
+
+    Every remaining rank calls it, before any of them calls `resume`; again, if more ranks are lost.
+    A trace that cannot be written does not end the job: this warns.
+    """
+    global _paused
+    with _warning():
+        if _running is not None:
+            given = _running.given
+            stop()
+            _paused = given
+        if _paused is not None:
+            for trace, rank in [(_trace_of(_paused, rank), rank) for rank in lost]:
+                with _locked(trace) as file:
+                    _add(file, [file_of(trace, rank)], None)
+
+
+def resume(rank: int) -> None:
+    """Continue the trace that was paused, if any, as this rank of a new world."""
+    global _paused
+    given, _paused = _paused, None
+    if given is not None:
+        with _warning():
+            _start(given, rank, anew=False)
+
+
+@contextlib.contextmanager
+def _warning() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        warn(f"the timeline is incomplete: {error}")
+
+
 def is_running() -> bool:
-    """Return whether this rank is writing a timeline."""
-    return _running is not None
+    """Return whether this rank is writing a timeline, or will with `resume`."""
+    return _running is not None or _paused is not None
 
 
 def path() -> Path | None:
@@ -169,22 +218,27 @@ def finish(trace: Path, job: str | None = None, patience_s: float = PATIENCE_S) 
         OSError: The file cannot be written.
         TimeoutError: Another rank is writing, and does not finish.
     """
-    done: list[int] = []
     if not files_of(trace):
-        return done
+        return []
     with _locked(trace, patience_s) as file:
         paths = files_of(trace)
         if job is None:
             job = next((str(one.description["job"]) for one in of_files(paths)), None)
-        for one in paths:
-            for records in of_files([one], job):
-                events = list(events_of(records))
-                # A rank may have been killed after writing them and before removing its file.
-                if events and not _contains(file, events[-1]):
-                    _append(file, events)
-                one.unlink(missing_ok=True)
-                done.append(records.rank)
-    return sorted(done)
+        return sorted(_add(file, paths, job))
+
+
+def _add(file: int, paths: Iterable[Path], job: str | None) -> list[int]:
+    """Add the records in these files, of any job or of this one; return the ranks."""
+    done: list[int] = []
+    for path in paths:
+        for records in of_files([path], job):
+            events = list(events_of(records))
+            # A rank may have been killed after writing them and before removing its file.
+            if events and not _contains(file, events[-1]):
+                _append(file, events)
+            path.unlink(missing_ok=True)
+            done.append(records.rank)
+    return done
 
 
 @contextlib.contextmanager

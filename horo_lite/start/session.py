@@ -461,6 +461,8 @@ def renew(comm: Any) -> World:
         PeerLostError, MPI.Exception: Another rank was lost during this. Call it again, with fewer.
     """
     global _session
+    from mpi4py import MPI
+
     session = current()
     mpi.end_without_finalize()
     atexit.unregister(_at_exit)  # the new world registers it again
@@ -470,20 +472,17 @@ def renew(comm: Any) -> World:
     session.messages.close()
     session.restore_threads()
     settings = session.settings
+    before = session.comm or MPI.COMM_SELF
+    left = comm.Get_group().Translate_ranks(None, before.Get_group())
+    timeline.pause(set(range(before.size)).difference(left))
     if settings.test_hosts:
-        left = comm.Get_group().Translate_ranks(None, session.comm.Get_group())
         hosts = [session.host_of_rank[rank] for rank in left]
         sizes = tuple(hosts.count(host) for host in dict.fromkeys(hosts))
         settings = replace(settings, test_hosts=sizes)
-    from mpi4py import MPI
-
-    traced = timeline.path()
-    timeline.stop()
     made = _session_over(settings, comm if comm.size > 1 else None, MPI, is_ours=True)
     _session = made._replace(settings=session.settings, given_comm=session.given_comm)
     context.enter(_session.world, _session.messages, _session.subgroups)
-    if traced is not None:
-        timeline.start(str(traced), _session.world.rank, anew=False)
+    timeline.resume(_session.world.rank)
     return _session.world
 
 

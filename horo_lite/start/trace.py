@@ -10,6 +10,7 @@ from typing import Any
 from horo_lite import context
 from horo_lite.adapters import adapter_of
 from horo_lite.recording import timeline
+from horo_lite.settings import is_replacement
 from horo_lite.start.rendezvous_spec import expected_place
 from horo_lite.training import step_record
 
@@ -33,7 +34,8 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
         NotInitializedError: `init()` has not been called.
         OSError: The file cannot be written.
     """
-    timeline.start(file_path, context.world().rank)
+    # A replacement for a lost rank takes part in the job's trace as soon as it has joined.
+    timeline.start(file_path, context.world().rank, paused=is_replacement())
 
 
 def stop_timeline() -> None:

@@ -685,6 +685,7 @@ assert np.allclose(data, reference, rtol=1e-12, atol=0), (data, reference)
 assert hvd.allgather_object(data.tobytes()) == [data.tobytes()] * hvd.size()
 sizes = [size for i, size in enumerate(state.sizes) if i == 0 or size != state.sizes[i - 1]]
 print(f"ENDS {hvd.rank()} {sizes} {resets}", flush=True)
+print(f"STEPS of {os.getpid()}: {state.step}", flush=True)
 """
 
 
@@ -711,12 +712,26 @@ TORCH_GRADIENT = """opt.zero_grad()
         (0.5 * (weight - state.step - hvd.rank()) ** 2).sum().backward()"""
 
 
-def grow(dies: str, full: str, start: str = "pass", torch: bool = False) -> Result:
+def grow(
+    dies: str, full: str, start: str = "pass", torch: bool = False, trace: Path | None = None
+) -> Result:
     text = GROWN.replace("OPTIMIZER", IN_TORCH if torch else NUMPY)
     text = text.replace("GRADIENT", TORCH_GRADIENT if torch else GRADIENT)
     text = text.replace("DIES", dies).replace("FULL", full).replace("START", start)
     options = [*FT, "--prtemca", "prte_state_base_recoverable", "1"]
-    return run_ranks(text, 3, options=options, timeout_s=60).check()
+    env = {} if trace is None else {"HORO_LITE_TIMELINE": str(trace)}
+    return run_ranks(text, 3, env=env, options=options, timeout_s=60).check()
+
+
+def exchanges_in(trace: Path) -> Counter[str]:
+    """Return the number of exchanges of each process in a trace, to which nothing is to add."""
+    assert list(trace.parent.glob(f"{trace.name}*")) == [trace]
+    pids, found = {}, Counter[str]()
+    for event in json.loads(trace.read_text()):
+        if event["name"] == "process_name":  # what follows is of this process
+            pids[event["pid"]] = event["args"]["name"].rpartition("pid ")[2].rstrip(")")
+        found[pids[event["pid"]]] += event["ph"] == "X" and event["cat"] == "allreduce"
+    return found
 
 
 def ended(result: Result) -> list[str]:
@@ -726,16 +741,24 @@ def ended(result: Result) -> list[str]:
 @pytest.mark.launches
 @needs_ulfm
 @pytest.mark.parametrize("torch", [False, True])
-def test_a_replacement_joins_at_a_commit(torch: bool) -> None:
+def test_a_replacement_joins_at_a_commit(torch: bool, tmp_path: Path) -> None:
     if torch:
         pytest.importorskip("torch")
     result = grow(
         "if (me, state.step) == (1, 3): os.kill(os.getpid(), 9)",
         full="hvd.size() == 3 and 2 in state.sizes",
         torch=torch,
+        trace=tmp_path / "trace.json",
     )
     expected = ["0 [3, 2, 3] [2, 3]", "1 [3, 2, 3] [2, 3]", "2 [3, 2, 3] [3]"]
     assert ended(result) == expected, str(result)
+    exchanges = exchanges_in(tmp_path / "trace.json")
+    steps = dict(re.findall(r"STEPS of (\d+): (\d+)", result.stdout))
+    (lost,) = exchanges.keys() - steps.keys()  # its operations, too, are in the trace
+    new = min(steps, key=exchanges.__getitem__)
+    assert exchanges[lost] >= 3, str(result)
+    assert exchanges[new] >= 6, str(result)
+    assert all(exchanges[pid] >= int(steps[pid]) for pid in steps.keys() - {new}), str(result)
 
 
 @pytest.mark.launches
@@ -769,15 +792,20 @@ if new and str(os.listdir()).count("one more") < 2:
 
 @pytest.mark.launches
 @needs_ulfm
-def test_replacements_may_die_as_soon_as_they_have_joined() -> None:
+def test_replacements_may_die_as_soon_as_they_have_joined(tmp_path: Path) -> None:
     """Open MPI must know by then how to reach them: it would wait forever to be told."""
     result = grow(
         "if (me, state.step) == (1, 3): os.kill(os.getpid(), 9)",
         full="hvd.size() == 3 and 2 in state.sizes",
         start=DIES_AS_SOON_AS_IT_HAS_JOINED,
+        trace=tmp_path / "trace.json",
     )
     expected = [f"{i} [3, 2, 3]" for i in range(3)]
     assert [end[:11] for end in ended(result)] == expected, str(result)
+    exchanges = exchanges_in(tmp_path / "trace.json")
+    steps = dict(re.findall(r"STEPS of (\d+): (\d+)", result.stdout))
+    complete = [pid for pid in steps if exchanges[pid] >= int(steps[pid])]
+    assert len(complete) == 2, (exchanges, str(result))
 
 
 @pytest.mark.launches
