@@ -219,7 +219,7 @@ class DistributedOptimizer(Wrapper):
         """
         own = self._own
         own.exchange(own.named(), weight)
-        own.step.is_averaged, own.step.changed = True, None
+        own.step.is_averaged = True
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -281,15 +281,16 @@ class DistributedOptimizer(Wrapper):
         return own.counted(result, named)
 
     def _call_before_step(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        own, of = self._own, self._own.step
+        own = self._own
         own.check_unchanged(name)
-        if not of.is_averaged:
+        if not own.step.is_averaged:
             own.exchange(own.named(), None)
-            of.is_averaged, of.averaged_for = True, name
-        result = getattr(own.inner, name)(*args, **kwargs)
-        if of.averaged_for:
-            of.changed = own.finder.watch(own.digest)
-        return result
+            own.step.is_averaged, own.step.averaged_for = True, name
+        try:
+            return getattr(own.inner, name)(*args, **kwargs)
+        finally:
+            if own.step.averaged_for:
+                own.step.changed = own.finder.watch(own.digest)
 
     # For everything else, a proxy of the inner optimizer.
 
@@ -472,9 +473,12 @@ class _Own:
                 streams=self.streams,
                 options=self.options.compared,
             )
+            self.reducer.on_mismatch = self.drift.reset_counts
         else:
             self.reducer.bind(named)
         self.reducer.weight = weight
+        # A rank whose step failed after the exchange would step with the others' next averages.
+        self.reducer.position = f", step {self.drift.n_together + 1}"
         self.step.has_begun = True
         return self.reducer
 
@@ -487,15 +491,12 @@ class _Own:
         """Average the gradients."""
         if self.step.has_begun and weight is not None:
             raise TypeError("gradients have left during backward(): pass the weight before it")
+        numbers = hyperparameters_of(self.inner)
         begun = self.reducer if self.step.has_begun else None
         reducer = begun or self.begin(named, weight)
-        self.step.has_begun = False
+        self.step = _Step()  # if this fails, they are not those that were averaged before
         self.n_exchanges += 1
-        try:
-            reducer.finish(numbers=hyperparameters_of(self.inner))
-        except Exception:  # on all ranks there is one
-            self.drift.reset_counts()  # they may have been in different steps
-            raise
+        reducer.finish(numbers=numbers)
 
     def check_own(self, named: Named, name: str) -> None:
         """Raise RuntimeError if this rank has changed its own gradients before their average."""

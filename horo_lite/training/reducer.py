@@ -276,6 +276,9 @@ class Reducer:
         # Returns named parameters, where the adapter knows gradients only: for the record of steps.
         self.known_parameters: Callable[[], Sequence[tuple[str, Any]]] | None = None
         self.position = ""  # the owner's description of the next exchange, the same on every rank
+        # Called on every rank when they are found to be in different exchanges, or to have other
+        # gradients: they begin to count anew.
+        self.on_mismatch: Callable[[], None] = lambda: None
         self._title = title
         self.number = 0  # of the optimizer, the same on every rank; 0 before its first step
         self._attempt = 1
@@ -854,6 +857,7 @@ class Reducer:
                 )
         except MismatchError:
             self._begin_attempt(max(attempts) + 1)
+            self.on_mismatch()
             raise
         notes = {rank: offer.note for rank, offer in zip(ranks, offers, strict=True)}
         findings = {rank: offer.finding for rank, offer in zip(ranks, offers, strict=True)}

@@ -82,9 +82,10 @@ def test_parameters_that_differ_are_named_with_their_ranks() -> None:
     _, warned = run_and_hear(3, training(own, forgotten_broadcast))
     (text,) = warned  # of one rank, and once
     assert text.startswith(
-        "horo_lite: the replicas differ before the exchange of gradients of optimizer 1: 1 of 2 "
-        "arrays, first 'b' (float32[3]). Rank 1 differs from ranks 0 and 2, which agree. Against "
-        "rank 0's (largest element 1) it is off: rank 1's in 1 of 3 elements, by up to 0.5. "
+        "horo_lite: the replicas differ before the exchange of gradients of optimizer 1, step 1: "
+        "1 of 2 arrays, first 'b' (float32[3]). Rank 1 differs from ranks 0 and 2, which agree. "
+        "Against rank 0's (largest element 1) it is off: rank 1's in 1 of 3 elements, by up to "
+        "0.5. "
     )
     assert "no broadcast_parameters()" in text
     assert text.endswith(OFF)
@@ -96,7 +97,7 @@ def test_ranks_with_the_same_samples_are_told_apart_from_others() -> None:
     (text,) = warned
     assert text.startswith(
         "horo_lite: before they are averaged, all gradients are the same, bit for bit, on ranks 0 "
-        "and 2, and on ranks 1 and 3 (gradients of optimizer 1). "
+        "and 2, and on ranks 1 and 3 (gradients of optimizer 1, step 1). "
     )
     assert "DistributedSampler" in text
     assert text.endswith(OFF)
@@ -238,7 +239,10 @@ def test_parameters_that_became_stale_in_join_are_found_afterwards() -> None:
             group.join()  # and no broadcast from the rank that was the last
 
     (text,) = run_and_hear(2, run)[1]
-    assert "the replicas differ before the exchange of gradients of optimizer 1: 2 of 2" in text
+    assert (
+        "the replicas differ before the exchange of gradients of optimizer 1, step 1: 2 of 2"
+        in text
+    )
 
 
 def test_a_rank_that_begins_anew_compares_nothing_with_the_others() -> None:

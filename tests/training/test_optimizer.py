@@ -611,6 +611,65 @@ def test_methods_that_look_at_gradients_find_those_of_all_ranks() -> None:
         run_threads(2, rank)
 
 
+def test_averages_of_before_are_not_those_of_an_exchange_that_failed() -> None:
+    def rank(group: Group) -> None:
+        net = network()
+        optimizer = DistributedOptimizer(Momentum(net), group=group)
+        backward(net, *samples(3, group.rank))
+        optimizer.synchronize()
+        net["b"].grad = np.ones(2 + group.rank)
+        with pytest.raises(MismatchError):
+            optimizer.synchronize()
+        with pytest.raises(RuntimeError, match=r"without synchronize\(\)"):
+            optimizer.skip_synchronize().__enter__()
+
+    run_threads(2, rank)
+
+
+def test_after_an_error_in_a_method_that_has_averaged_nothing_may_be_added() -> None:
+    def rank(group: Group) -> None:
+        net = network()
+        optimizer = DistributedOptimizer(Clipping(), group=group)
+        optimizer.params, optimizer.velocity = net, [np.zeros_like(p.data) for p in net.values()]
+        backward(net, *samples(3, group.rank))
+        with pytest.raises(TypeError, match="ufunc"):
+            optimizer.clip("1")
+        kept = {name: p.grad for name, p in net.items()}
+        backward(net, *samples(3, group.rank))
+        with pytest.raises(RuntimeError, match=r"changed since clip\(\) averaged them"):
+            optimizer.step()
+        for name, p in net.items():
+            p.grad = kept[name]
+        optimizer.step()
+        found = [p.data.tolist() for p in net.values()]
+        assert ops.allgather_object(found, group=group) == [found, found]
+
+    with registered(ClippingAdapter()):
+        run_threads(2, rank)
+
+
+def test_a_rank_whose_step_failed_does_not_take_part_in_the_next_of_the_others() -> None:
+    """It lacks a step, and all find out."""
+
+    def rank(group: Group) -> None:
+        net = network()
+        optimizer = DistributedOptimizer(Momentum(net), group=group)
+        for step in range(4):
+            optimizer.zero_grad()
+            backward(net, *samples(3, group.rank))
+            if step == 1 and group.rank:
+                with pytest.raises(TypeError):
+                    optimizer.step(scale="1")
+            elif step == 2:
+                text = "rank 0 has .* step 3, rank 1 has .* step 2"
+                with pytest.raises(MismatchError, match=text):
+                    optimizer.step()
+            else:
+                optimizer.step()
+
+    run_threads(2, rank)
+
+
 def lose_by_mismatch(optimizer: Any, net: Any, group: Group) -> None:
     net["b"].grad = np.ones(2 + group.rank)
     with pytest.raises(MismatchError):
