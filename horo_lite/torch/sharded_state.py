@@ -55,7 +55,9 @@ from horo_lite.training.gradient_memory import tensors_of
 from horo_lite.training.options import Options
 from horo_lite.training.sharding import (
     Piece,
+    changing,
     check_not_lost,
+    check_not_torn,
     collected,
     compare_division,
     divide,
@@ -90,6 +92,7 @@ class ShardedState(DividedState):
         self.parameters = parameters
         self.pieces = pieces
         self.shared = shared
+        self.is_torn = False
         self.mine = [piece for piece in pieces if piece.owner == group.rank]
         self.own: defaultdict[Any, Any] = defaultdict(dict)
         """The state of this rank's pieces, by the tensor that the optimizer sees."""
@@ -347,12 +350,13 @@ class ShardedUpdate(GradientExchange):
         if state.shared is not None:
             names = [slot.name for slot in self.slots]
             state.shared.begin_update(self._group, self._label, names, changes)
-        with self._within_share(state):
-            if closure is not None:
-                own = returning(loss, lambda: [tensor.detach() for tensor in state.tensors])
-                args, kwargs = with_closure(own, args, kwargs)
-            result = step(optimizer, *args, **kwargs)
-        self._receive(state, changes)
+        with changing(state):
+            with self._within_share(state):
+                if closure is not None:
+                    own = returning(loss, lambda: [tensor.detach() for tensor in state.tensors])
+                    args, kwargs = with_closure(own, args, kwargs)
+                result = step(optimizer, *args, **kwargs)
+            self._receive(state, changes)
         return result if closure is None else loss
 
     @contextmanager
@@ -433,6 +437,7 @@ class ShardedUpdate(GradientExchange):
         state = self._optimizer.state
         parameters = [slot.parameter for slot in self.slots]
         if isinstance(state, ShardedState):
+            check_not_torn(state)
             if (
                 _layouts(parameters) == state.layouts
                 and all(map(is_, parameters, state.parameters))
@@ -530,6 +535,7 @@ class ShardedUpdate(GradientExchange):
         state = self._optimizer.state
         if not isinstance(state, ShardedState):
             return
+        check_not_torn(state)
         check_not_lost(state.group, self.group)
         pairs = zip(state.mine, state.tensors, strict=True)
         mine = {piece: in_host_memory(state.own[t]) for piece, t in pairs if t in state.own}

@@ -19,6 +19,7 @@ import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from functools import partial, wraps
 from operator import is_
 from typing import TYPE_CHECKING, Any
@@ -40,7 +41,9 @@ from horo_lite.training.closures import (
 )
 from horo_lite.training.gradient_memory import tensors_of
 from horo_lite.training.sharding import (
+    changing,
     check_not_lost,
+    check_not_torn,
     collected,
     compare_division,
     owners_of,
@@ -135,6 +138,7 @@ class Shares:
                 f"shard_state=True needs different names for all parameters, but {twice[0]!r} is "
                 "the name of several: the state is divided, saved and loaded by name"
             )
+        self.is_torn = False
         self._optimizers: dict[int, Any] = {}
         self._n_steps = 0
         self._deal({})
@@ -159,9 +163,9 @@ class Shares:
         self._changes: list[Change] = []
         mine = [i for i, owner in enumerate(self._owners) if owner == group.rank]
         # A rank without a parameter has the optimizer of another rank's, too, for its attributes.
-        before, self._optimizers = self._optimizers, {}
-        for i in mine or [sizes.index(min(sizes))]:
-            self._optimizers[i] = self._made(i, before.get(i))
+        here = mine or [sizes.index(min(sizes))]
+        with changing(self):
+            self._optimizers = {i: self._made(i, self._optimizers.get(i)) for i in here}
         self._seen = _frozen(_settings(self.first))
 
     def _made(self, i: int, optimizer: Any = None) -> Any:
@@ -257,18 +261,20 @@ class Shares:
         self._divide()
         self._spread()
         results = []
-        for i, optimizer in self._optimizers.items():
-            if closure is not None:
-                own = returning(loss, partial(_values, self._named[i][1]))
-                args, kwargs = with_closure(own, args, kwargs)
-            results.append(getattr(optimizer, name)(*args, **kwargs))
-        self._seen = _frozen(_settings(self.first))  # some count their steps in them
-        self._n_steps += 1
-        self._receive()
+        with changing(self) if self.group.size > 1 else nullcontext():
+            for i, optimizer in self._optimizers.items():
+                if closure is not None:
+                    own = returning(loss, partial(_values, self._named[i][1]))
+                    args, kwargs = with_closure(own, args, kwargs)
+                results.append(getattr(optimizer, name)(*args, **kwargs))
+            self._seen = _frozen(_settings(self.first))  # some count their steps in them
+            self._n_steps += 1
+            self._receive()
         return loss if closure is not None else results[0]
 
     def _divide(self) -> None:
         """Forget the rest of the state if it is whole. Collective in that case."""
+        check_not_torn(self)
         now = self._now()
         if len(now) != len(self._named) or not all(
             map(is_, (p for _, p in now), (p for _, p in self._named))
@@ -296,7 +302,7 @@ class Shares:
             self.state,
             is_new=not self._rest,
         )
-        self._rest, self._changes = None, []
+        self._rest, self._changes, self._n_steps = None, [], 0
 
     def _check_memory(self) -> None:
         """Raise ValueError for parameters that two ranks would update."""
@@ -327,6 +333,7 @@ class Shares:
 
         It is whole from now on, until the next step.
         """
+        check_not_torn(self)
         self._spread()
         if self._rest is None:
             check_not_lost(self.group, self._ranks())

@@ -6,9 +6,10 @@ how they receive the parameters that others have updated, and how they collect t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import accumulate, chain
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from horo_lite.adapters.object import is_array
 from horo_lite.collectives.calls import AllGatherInPlace, Compare, Part
@@ -146,6 +147,32 @@ def collected(group: Group, label: str, mine: Mapping[K, V]) -> dict[K, V]:
     """Return the items of all ranks, each of which has others."""
     everyone = allgather_object(dict(mine), name=label, group=group)
     return dict(chain.from_iterable(rank.items() for rank in everyone))
+
+
+class Changing(Protocol):
+    """What has a divided state."""
+
+    is_torn: bool
+    """Whether a change of it has begun, and not ended: ranks may have made parts of it only."""
+
+
+@contextmanager
+def changing(state: Changing) -> Iterator[None]:
+    """Change the state, or parameters, in the block; an error in it tears the state."""
+    state.is_torn = True
+    yield
+    state.is_torn = False
+
+
+def check_not_torn(state: Changing, whole: str = "a state_dict()") -> None:
+    """Raise RuntimeError if an error has ended a change of the state."""
+    if state.is_torn:
+        raise RuntimeError(
+            "a step or load_state_dict() of the optimizer, whose state is divided between the "
+            "ranks (shard_state=True), has ended with an error, which the program has caught: some "
+            f"parameters and their state may be those of another step. Load {whole} and parameters "
+            "that were saved before, on every rank, and continue from there"
+        )
 
 
 def check_not_lost(then: Group, now: Group | None, whole: str = "a state_dict()") -> None:

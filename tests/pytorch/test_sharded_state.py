@@ -727,6 +727,51 @@ def test_an_optimizer_that_fails_on_one_rank() -> None:
     assert isinstance(caught.value.errors[0], PeerLostError)
 
 
+class Failing(torch.optim.Adam):
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        if self.fails:
+            raise ValueError("no memory left")
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("options", [{}, {"shared_parameters": True}])
+def test_after_an_error_in_the_middle_of_a_step_parameters_and_state_are_to_be_loaded(
+    options: dict[str, Any],
+) -> None:
+    expected = run_threads(2, lambda group: trained(group, torch.optim.Adam)[0])
+
+    def rank(group: Group) -> Any:
+        net = network()
+        inner = Failing(net.parameters())
+        wrapped = hvd.DistributedOptimizer(
+            inner, process_set=group, shard_state="elements", **options
+        )
+        train(net, wrapped, group.rank, range(3))
+        saved = copy.deepcopy((wrapped.state_dict(), net.state_dict()))
+        train(net, wrapped, group.rank, range(3, 4))
+        wrapped.fails = group.rank == 1
+        with pytest.raises(ValueError if wrapped.fails else MismatchError):
+            train(net, wrapped, group.rank, range(4, 5))
+        if wrapped.fails:
+            with pytest.raises(MismatchError):
+                group.agree("the next call", "")
+        wrapped.fails = False
+        for use in (wrapped.step, wrapped.state_dict):
+            with pytest.raises(RuntimeError, match="Load a state_dict"):
+                use()
+        wrapped.load_state_dict(saved[0])
+        group.agree("shared parameters are written", "")
+        net.load_state_dict(saved[1])
+        group.agree("shared parameters have been written", "")
+        train(net, wrapped, group.rank, range(3, 5))
+        return net
+
+    for found, wanted in zip(run_threads(2, rank), expected, strict=True):
+        assert_same_bits(found, wanted)
+
+
 @pytest.mark.parametrize("n_steps", [(5, 5), (3, 5), (0, 5)])
 def test_a_rank_that_has_joined_cannot_update_its_share(n_steps: tuple[int, int]) -> None:
     def rank(group: Group) -> None:

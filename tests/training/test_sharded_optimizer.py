@@ -674,6 +674,42 @@ def test_a_rank_that_fails_or_has_joined_is_missed() -> None:
         assert type(caught.value.errors[0]) is kind
 
 
+@pytest.mark.parametrize("what", ["step", "load"])
+def test_after_an_error_in_the_middle_parameters_and_state_are_to_be_loaded(what: str) -> None:
+    expected = run_threads(2, lambda group: values(trained(group, "momentum")[0]))
+
+    def rank(group: Group) -> list[bytes]:
+        net, optimizer = trained(group, "momentum", steps=range(3))
+        saved = optimizer.state_dict(), {name: p.data.copy() for name, p in net.items()}
+        if what == "load":
+            wrong = {**dict.fromkeys(saved[0]), "w": saved[0]["w"]}
+            with pytest.raises(AttributeError):
+                optimizer.load_state_dict(wrong)
+        else:
+            take(optimizer, net, group.rank, range(3, 4))
+            last = of_this_rank(optimizer)[-1]
+            if group.rank == 1:
+                last.step = lambda: 1 / 0
+                with pytest.raises(ZeroDivisionError):
+                    take(optimizer, net, group.rank, range(4, 5))
+                del last.step
+                with pytest.raises(MismatchError):
+                    group.agree("the next call", "")
+            else:
+                with pytest.raises(MismatchError):
+                    take(optimizer, net, group.rank, range(4, 5))
+        for use in (lambda: take(optimizer, net, group.rank, range(5)), optimizer.state_dict):
+            with pytest.raises(RuntimeError, match="Load a state_dict"):
+                use()
+        optimizer.load_state_dict(saved[0])
+        for name, x in saved[1].items():
+            net[name].data = x
+        take(optimizer, net, group.rank, range(3, 6))
+        return values(net)
+
+    assert run_threads(2, rank) == expected
+
+
 def test_parameters_that_share_memory_or_are_replaced() -> None:
     def rank(group: Group) -> None:
         base = np.ones((3, 4))
