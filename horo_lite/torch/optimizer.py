@@ -171,8 +171,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     inside step(), the weight is an argument of that: `step(closure, weight=len(batch))`.
 
     Backward passes inside backward() (checkpoint with use_reentrant=True) belong to the outermost
-    one; buckets are then sent at its end. If its last node has no successors, as when a tensor's
-    hook calls backward(), the next pass or step() exchanges.
+    one; buckets are then sent at its end. If the last one is in a post-accumulate-grad hook, after
+    which autograd computes nothing, the next pass or step() exchanges.
 
     After an error in backward(), call zero_grad() and continue. In a world of one rank, nothing is
     changed: there are no hooks and no exchange.

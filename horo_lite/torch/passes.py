@@ -80,11 +80,12 @@ class Pass:
 def _hand_over(node: Any, exchanges: list[GradientExchange]) -> None:
     """Notify the exchanges at the end of the task that `node` belongs to instead.
 
-    That task is evaluating `node`, and will evaluate its successors.
+    That task is evaluating `node`, and will evaluate its successors; a leaf has none, but a hook of
+    its tensor comes before those of the node.
     """
     handles: list[Any] = []
 
-    def before(_: Any) -> None:
+    def before(*_: Any) -> None:
         for handle in handles:
             handle.remove()
         handles.clear()
@@ -95,3 +96,5 @@ def _hand_over(node: Any, exchanges: list[GradientExchange]) -> None:
     for successor, _ in node.next_functions:
         if successor is not None:
             handles.append(successor.register_prehook(before))
+    if not handles:
+        handles.append(node.register_hook(before))

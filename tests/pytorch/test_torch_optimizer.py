@@ -1222,10 +1222,40 @@ def test_a_pass_that_adds_to_a_gradient_of_the_pass_around_it(sent: bool, views:
     assert run_threads(2, rank) == [[7.5] * 100] * 2
 
 
+def test_passes_inside_of_the_hook_of_a_loss_without_a_graph() -> None:
+    """As gradient caching runs them, one for each part of the batch."""
+
+    def train(net: Any, optimizer: Any, rank: int, size: int) -> None:
+        for step in range(4):
+            parts = [part[rank::size] for part in samples(step)[0].chunk(2)]
+            loss = torch.ones(1, requires_grad=True)
+
+            @torch.enable_grad()
+            def inside(factor: Any, parts: Any = parts) -> None:
+                for x in parts:
+                    (factor * net(x).square().mean()).backward()
+
+            loss.register_hook(inside)
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(net.parameters(), 0.1)  # of averages
+            optimizer.step()
+
+    def rank(group: Group) -> Any:
+        net = network()
+        train(net, wrap(sgd(net), group, net), group.rank, group.size)
+        return net
+
+    alone = network()
+    train(alone, sgd(alone), 0, 1)
+    for net in run_threads(2, rank):
+        assert_same_weights(net, alone)
+
+
 @pytest.mark.parametrize("to_none", [False, True])
 @pytest.mark.parametrize("drops", [False, True])
 def test_passes_whose_end_is_not_reported(to_none: bool, drops: bool) -> None:
-    """They are inside a hook of a leaf, after which autograd evaluates nothing."""
+    """They are inside the last hook of a leaf, after which autograd evaluates nothing."""
 
     def train(net: Any, optimizer: Any, rank: int, size: int) -> None:
         for step in range(4):
@@ -1236,7 +1266,7 @@ def test_passes_whose_end_is_not_reported(to_none: bool, drops: bool) -> None:
             def inside(_: Any, x: Any = x, y: Any = y) -> None:
                 loss_of(net, x, y).backward()
 
-            leaf.register_hook(inside)
+            leaf.register_post_accumulate_grad_hook(inside)
             optimizer.zero_grad(set_to_none=to_none)
             if size > 1:
                 optimizer.set_weight(len(x))
