@@ -330,15 +330,23 @@ def _stack_samples(dataset: Any, indices: Indices) -> Any:
 
 def _stack(samples: Sequence[Any]) -> Any:
     first = samples[0]
-    if _has_tensor(first):
-        batch = import_module("torch.utils.data").default_collate(samples)
-        return tuple(batch) if isinstance(first, (tuple, list)) else batch
-    if isinstance(first, Mapping):
-        return {key: np.stack([np.asarray(s[key]) for s in samples]) for key in first}
-    if isinstance(first, tuple):
-        fields = zip(*samples, strict=True)
-        return tuple(np.stack([np.asarray(value) for value in field]) for field in fields)
-    return np.stack([np.asarray(s) for s in samples])
+    try:
+        if _has_tensor(first):
+            batch = import_module("torch.utils.data").default_collate(samples)
+            return tuple(batch) if isinstance(first, (tuple, list)) else batch
+        if isinstance(first, Mapping):
+            return {key: np.stack([np.asarray(s[key]) for s in samples]) for key in first}
+        if isinstance(first, tuple):
+            fields = zip(*samples, strict=True)
+            return tuple(np.stack([np.asarray(value) for value in field]) for field in fields)
+        return np.stack([np.asarray(s) for s in samples])
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"samples of type {type(first).__name__} cannot be stacked into arrays ({error}): "
+            "partition their indices, as partition_dataset(np.arange(len(dataset)), …) does, and "
+            "make the batches of them yourself, or pass a DistributedSampler to the loader that "
+            "makes them"
+        ) from error
 
 
 def _has_tensor(sample: Any) -> bool:

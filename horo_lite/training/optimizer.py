@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache, partial, wraps
 from importlib import import_module
 from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -270,7 +270,7 @@ class DistributedOptimizer(Wrapper):
             own.average(named, name, weight)
             own.check_arguments(named, name, (*args, kwargs))
         else:
-            args, kwargs = with_closure(own.averaging(closure, weight), args, kwargs)
+            args, kwargs = with_closure(own.averaging(closure, name, weight), args, kwargs)
         result = step(*args, **kwargs)
         if own.n_exchanges == before:
             raise RuntimeError(
@@ -534,6 +534,16 @@ class _Own:
                 f"gradients, pass hvd.average_gradients(gradients) to optimizer.inner.{name}()"
             )
 
+    def check_closure(self, name: str, arguments: Any) -> None:
+        """Raise TypeError if what the step `name` calls is given gradients, and computes none."""
+        arrays = [x for _, x in name_leaves(arguments, "") if is_array(x)]
+        if arrays and any(self.adapter.gradient(p) is x for _, p in self.named() for x in arrays):
+            raise TypeError(
+                f"{name}() calls what it was given with gradients, which are not averaged over the "
+                "ranks yet, so that is no closure, which computes them: write `takes_closure = "
+                "False` in the optimizer's adapter, see horo_lite.register_adapter"
+            )
+
     def forget_marks(self, named: Named) -> None:
         """Accept the gradients as they are now: earlier changes no longer matter."""
         self.adapter.forget_marks([parameter for _, parameter in named])
@@ -577,15 +587,22 @@ class _Own:
         self.drift.stepped(self.named, self.options.ranks)
         return result
 
-    def averaging(self, closure: Callable[..., Any], weight: float | None) -> Callable[..., Any]:
+    def averaging(
+        self, closure: Callable[..., Any], name: str, weight: float | None
+    ) -> Callable[..., Any]:
         """Return `closure`, followed by averaging of gradients and loss."""
+
+        @wraps(closure)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            self.check_closure(name, (args, kwargs))
+            return closure(*args, **kwargs)
 
         def exchange() -> None:
             self.average(self.named(), "the closure", weight)
 
         options = self.options
         return averaging(
-            closure, exchange, group=options.ranks, op=options.op, weight=lambda: weight
+            checked, exchange, group=options.ranks, op=options.op, weight=lambda: weight
         )
 
     def copied(self, **changes: Any) -> _Own:

@@ -339,6 +339,9 @@ def test_partition_errors_say_what_to_do():
         partition_dataset({}, 2, rank=0, size=2)
     with pytest.raises(ValueError, match="at least one sample"):
         partition_dataset(np.zeros((0, 3)), 2, rank=0, size=2)
+    graphs = [[("nodes", np.zeros(n)), ("edges", np.zeros((2, n)))] for n in (3, 4)]
+    with pytest.raises(ValueError, match=r"samples of type list cannot be stacked .*indices"):
+        next(iter(partition_dataset(graphs, 2, rank=0, size=1)[0]))
 
 
 @pytest.mark.parametrize("kind", ["sampler", "loader"])

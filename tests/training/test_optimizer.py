@@ -808,6 +808,23 @@ def test_a_closures_gradients_and_loss_are_averaged() -> None:
     run_threads(2, rank)
 
 
+def test_what_applies_gradients_is_no_closure() -> None:
+    class Model(Momentum):
+        def step(self, rule: Any) -> None:  # type: ignore[override]
+            for p in self.params.values():
+                p.data = rule(p.data, gradient=p.grad)
+
+    def rank(group: Group) -> None:
+        net = network()
+        optimizer = DistributedOptimizer(Model(net), group=group)
+        for p in net.values():
+            p.grad = np.full_like(p.data, group.rank)
+        with pytest.raises(TypeError, match="write `takes_closure = False`"):
+            optimizer.step(lambda value, gradient: value - gradient)
+
+    run_threads(2, rank)
+
+
 def test_methods_that_take_steps_average_and_others_are_the_inner_optimizers() -> None:
     class Loading(Updating):
         def train(self, gradient: Any) -> None:
