@@ -445,7 +445,7 @@ def cause(said: str) -> str:
 
 def lost_rank(said: str) -> str:
     """Return which rank was lost, and how, from the message of a rank that waited for it; or ""."""
-    found = re.search(r"PeerLostError: (rank \d+ .*?)(?: while |; | \(at |$)", said, re.M)
+    found = re.search(r"PeerLostError: (rank \d+ .*?)(?:,? while |; | \(at |$)", said, re.M)
     return found[1] if found else ""
 
 

@@ -407,6 +407,11 @@ def test_a_signal_to_the_launcher_ends_all_ranks_after_one_step_and_is_a_restart
             "rank 1 (pid 7 on vm) was killed by signal 9 (Killed)",
         ),
         (
+            "[horo_lite] rank 0 of 2 (vm, pid 6): PeerLostError: rank 1 (pid 7 on vm) was killed "
+            "by signal 9 (Killed), last seen in allreduce 'a', while rank 0 waited in barrier\n",
+            "rank 1 (pid 7 on vm) was killed by signal 9 (Killed), last seen in allreduce 'a'",
+        ),
+        (
             "----\nprterun noticed that process rank 1 with PID 7 on node vm exited on\n"
             "signal 9 (Killed).\n----\n",
             "process rank 1 with PID 7 on node vm exited on signal 9 (Killed)",
