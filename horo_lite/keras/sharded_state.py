@@ -27,6 +27,7 @@ from horo_lite.keras.base import keras
 from horo_lite.state.wrapper import DividedState
 from horo_lite.training.sharding import (
     check_not_lost,
+    check_not_torn,
     collected,
     compare_division,
     owners_of,
@@ -59,6 +60,7 @@ class _Division:
         is_new: Whether `rest` is what `build()` would have made.
         known_at: The iterations' array while `rest` was true. JAX replaces it in each step.
         updated: The variables that the step in progress has updated on some rank.
+        is_torn: Whether a step has begun to change variables, and not ended.
     """
 
     group: Group | None
@@ -72,6 +74,7 @@ class _Division:
     is_new: bool = True
     known_at: Any = None
     updated: list[Any] = field(default_factory=list)
+    is_torn: bool = False
 
     @property
     def rank(self) -> int:
@@ -98,6 +101,7 @@ class ShardedState(DividedState):
     _options: Options
     _division: _Division | None
     _passes: int
+    _is_averaged: bool
     _variables: list[Any]
     _trainable_variables: list[Any]
     _iterations: Any
@@ -190,6 +194,7 @@ class ShardedState(DividedState):
         super().apply(grads, trainable_variables, weight=weight)  # type: ignore[misc]
         if self._division is not None:
             self._receive(self._division.updated)
+            self._division.is_torn = False
 
     def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> None:
         division = self._division
@@ -216,6 +221,7 @@ class ShardedState(DividedState):
         return [pair for pair in pairs if pair[1] is not None]
 
     def _begin(self, division: _Division, group: Group, is_compiled: bool) -> None:
+        check_not_torn(division, "a saved model")
         if is_compiled or division.rest is None:
             check_not_lost(group, self._ranks(), "a saved model")
             return
@@ -235,9 +241,12 @@ class ShardedState(DividedState):
         return [value for value, variable in pairs if id(variable) not in of_rank]
 
     def _apply_weight_decay(self, variables: Sequence[Any]) -> None:
-        assert self._division is not None
+        division = self._division
+        assert division is not None
+        # stateless_apply() changes no variables.
+        division.is_torn = bool(division.group) and not self._is_averaged
         uses = self._use_weight_decay  # type: ignore[attr-defined]
-        mine = [v for v in variables if self._division.has(v) and uses(v)]
+        mine = [v for v in variables if division.has(v) and uses(v)]
         if mine:
             super()._apply_weight_decay(mine)  # type: ignore[misc]
 
@@ -334,6 +343,7 @@ class ShardedState(DividedState):
         if division is None or division.group is None:
             return values
         if self.is_sharded:
+            check_not_torn(division, "a saved model")
             check_not_lost(division.group, self._ranks(), "a saved model")
             slots = set(map(id, division.slots))
             mine = {i: values[i] for i, v in enumerate(layout) if id(v) in slots}
@@ -369,7 +379,7 @@ class ShardedState(DividedState):
             else:
                 variable.assign(value)
         if division is not None:
-            division.rest, division.is_new = rest, False
+            division.rest, division.is_new, division.is_torn = rest, False, False
             division.known_at = self._iterations._value
 
     # For broadcast_parameters, which gives this the common variables before.

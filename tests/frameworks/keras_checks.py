@@ -1076,6 +1076,46 @@ def check_shard_state_in_a_loop() -> None:
                 fit(drifted, epochs=1)
 
 
+class Failing(keras.optimizers.SGD):
+    fails = False
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        if self.fails:
+            raise ValueError("no memory left")
+        super().update_step(gradient, variable, learning_rate)
+
+
+def check_shard_state_after_an_error_in_the_middle_of_a_step() -> None:
+    if world.size == 1 or BACKEND == "jax":  # where variables are changed when a step has ended
+        return
+    divided, whole = divided_and_whole(partial(Failing, 0.1, momentum=0.9))
+    hvd.broadcast_parameters(divided)
+    x, y = (a[world.rank * 3 :][:5] for a in (X, Y))
+    for step in range(3):
+        for model in (divided, whole):
+            apply(model, gradients(model, x, y))
+        if step == 0:
+            saved = divided.optimizer.whole_state(), divided.get_weights()
+        if step == 1:
+            fails = vars(divided.optimizer)["fails"] = world.rank == 1
+            with pytest.raises(ValueError if fails else hvd.MismatchError):
+                apply(divided, gradients(divided, x, y))
+            if fails:
+                with pytest.raises(hvd.MismatchError):
+                    hvd.barrier()
+            vars(divided.optimizer)["fails"] = False
+            for use in (
+                lambda: apply(divided, gradients(divided, x, y)),
+                divided.optimizer.whole_state,
+            ):
+                with pytest.raises(RuntimeError, match="Load a saved model"):
+                    use()
+            divided.optimizer.set_whole_state(saved[0])
+            divided.set_weights(saved[1])
+            apply(divided, gradients(divided, x, y))
+    check_alike(divided, whole)
+
+
 def check_shard_state_in_files() -> None:
     """Files are those of an undivided optimizer, and are loaded by any number of ranks."""
     divided, whole = divided_and_whole(adam)
@@ -1498,7 +1538,12 @@ OF_BOTH = (
     check_shard_state_is_refused,
     check_a_forgotten_broadcast_is_a_warning,
 )
-OF_TORCH_AND_JAX = (check_shard_state, check_shard_state_in_a_loop, check_shard_state_in_files)
+OF_TORCH_AND_JAX = (
+    check_shard_state,
+    check_shard_state_in_a_loop,
+    check_shard_state_after_an_error_in_the_middle_of_a_step,
+    check_shard_state_in_files,
+)
 NOT_HERE = [
     *OF_KERAS2,
     *(OF_TORCH_AND_JAX if BACKEND not in ("torch", "jax") else ()),
