@@ -107,13 +107,14 @@ class Communicator:
         if not send:
             aside += map(array_of, ts)
             return
-        arrays = self._buffers.pop(call) or [array_of(t) for t in ts]
+        arrays = aside or [array_of(t) for t in ts]
         shapes, here = [array.shape for array in arrays], [tuple(t.shape()) for t in ts]
         if shapes != here:
             raise ValueError(
                 f"{call}: rank {self.global_rank} has stored tensors of shapes {shapes} with "
                 f"send=False, but the sums are to go to tensors of shapes {here}"
             )
+        del self._buffers[call]
         self._sum(call, ts, arrays, compression)
 
     def _sum(self, call: str, ts: list[Raw], arrays: Arrays, compression: Compressor) -> None:

@@ -235,6 +235,7 @@ class LocalSGD:
         Raises:
             ValueError: It is the state of other parameters; nothing is changed.
         """
+        counts = state["n_steps"], state["averaged_at"], state["weight"]
         pairs = []
         for key, kept in (("anchors", self._anchors), ("momenta", self._momenta)):
             ours = [f"{name} {list(x.shape)}" for name, x in zip(self._names, kept, strict=False)]
@@ -248,8 +249,7 @@ class LocalSGD:
         for x, saved in pairs:
             x[...] = from_numpy(saved, x)
         self._compression.reset()
-        self._n_steps, self._averaged_at = state["n_steps"], state["averaged_at"]
-        self._weight = state["weight"]
+        self._n_steps, self._averaged_at, self._weight = counts
 
 
 class _Found:

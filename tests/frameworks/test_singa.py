@@ -626,6 +626,9 @@ def test_tensors_set_aside_travel_as_they_were_then() -> None:
         communicator.fusedSynch([a.data], send=False)
         with pytest.raises(ValueError, match=r"rank . has stored tensors of shapes \[\(2,\)\]"):
             communicator.fusedSynch([b.data])
+        a.set_value(-1)
+        communicator.fusedSynch([a.data])  # what was stored is still there
+        assert tensor.to_numpy(a).tolist() == [4, 8]
 
     run_threads(2, rank)
 

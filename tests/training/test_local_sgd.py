@@ -106,6 +106,12 @@ def test_what_it_had_done_is_in_its_state() -> None:
             with pytest.raises(ValueError, match=why):
                 other.load_state_dict(local.state_dict())
             assert str(other.state_dict()) == str(before)
+        other = hvd.LocalSGD(start(), every=4, outer_momentum=0.9, group=group)
+        incomplete, before = local.state_dict(), copy.deepcopy(other.state_dict())
+        del incomplete["weight"]
+        with pytest.raises(KeyError, match="weight"):
+            other.load_state_dict(incomplete)
+        assert str(other.state_dict()) == str(before)
         return weights
 
     for stop in (5, 7):
