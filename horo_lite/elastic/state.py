@@ -129,10 +129,12 @@ class State:
         Every rank calls it at the same point, although none waits. Costs a copy of the content.
         """
         self.save()
-        self.write_checkpoint()
         self._n_commits += 1
         self._counted()
-        self.check_host_updates()
+        try:
+            self.write_checkpoint()
+        finally:  # the other ranks wait there
+            self.check_host_updates()
 
     def write_checkpoint(self) -> None:
         """Write the last saved content to the disk, on rank 0 if the state has a checkpoint."""

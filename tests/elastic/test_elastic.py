@@ -178,6 +178,22 @@ def test_commits_in_the_background(alone, tmp_path, monkeypatch) -> None:
     state.flush()  # the error has been raised, and nothing is in progress
 
 
+def test_a_commit_that_cannot_be_written_is_one_nevertheless(alone, tmp_path) -> None:
+    """As on the other ranks, which write nothing and wait for this one to look for new ranks."""
+    state = elastic.State(step=0, array=np.zeros(2), checkpoint=str(tmp_path))  # a folder
+    looked = []
+    state._check_for_ranks = lambda: looked.append(state.progress())
+    state.step = 1
+    state.array = np.ones(2)  # not counted
+    with pytest.raises(CheckpointError):
+        state.commit()
+    ((is_whole, _, _, n_commits),) = looked
+    assert (is_whole, n_commits) == (True, 1)
+    state.step = 2
+    state.restore()
+    assert state.step == 1
+
+
 def test_names_that_refer_to_one_object_since_the_commit(alone) -> None:
     array, names = np.ones(2), ["a"]
     state = elastic.State(last=np.zeros(2), array=array, also=array, tree={"x": names}, names=names)
