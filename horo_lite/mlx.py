@@ -27,7 +27,9 @@ from horo_lite.ops import ranks_of
 from horo_lite.state.wrapper import DividedState, Sharing, sharing
 from horo_lite.training.options import Options
 from horo_lite.training.sharding import (
+    changing,
     check_not_lost,
+    check_not_torn,
     collected,
     compare_division,
     owners_of,
@@ -81,6 +83,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         _asked=group,
         _owners=None,
         _is_compared=False,
+        is_torn=False,
     )
 
 
@@ -124,6 +127,7 @@ class ShardedAveraging(DividedState, Averaging):
     _group: Group
     _owners: dict[str, int] | None
     _is_compared: bool
+    is_torn: bool
 
     _cannot_be_copied = (
         "an optimizer with shard_state=True cannot be copied or pickled, since this rank has a "
@@ -142,7 +146,7 @@ class ShardedAveraging(DividedState, Averaging):
     @state.setter
     def state(self, state: Any) -> None:
         self._set_state(state)
-        self._owners, self._is_compared = None, False
+        self._owners, self._is_compared, self.is_torn = None, False, False
 
     def _set_state(self, state: Any) -> None:
         super(ShardedAveraging, type(self)).state.fset(self, state)  # type: ignore[misc]
@@ -151,18 +155,9 @@ class ShardedAveraging(DividedState, Averaging):
         """Make the state of this rank's share of the parameters."""
         named = tree_flatten(parameters)
         self._group = ranks_of(self._asked)
-        sizes = [math.prod(x.shape) for _, x in named]
-        dealt = owners_of(sizes, self._group.size)
-        owners = dict(zip((name for name, _ in named), dealt, strict=True))
+        owners = self._deal(named, self._group)
         leaves = tree_flatten(self.state)
         kept = [(name, x) for name, x in leaves if self._is_kept(name, owners)]
-        known = {_parameter_of(name, owners) for name, _ in leaves} - {None}
-        missing = [name for name in owners if name not in known]
-        if known and missing:
-            raise ValueError(
-                f"the state of this {type(self).__name__} has nothing for the parameter "
-                f"{missing[0]!r}: set the state of all ranks, which hvd.whole_state() returns"
-            )
         if len(kept) < len(leaves):
             self._set_state(tree_unflatten(kept))
         super().init(_tree((name, x) for name, x in named if owners[name] == self._group.rank))  # type: ignore[misc]
@@ -171,21 +166,23 @@ class ShardedAveraging(DividedState, Averaging):
     def apply_gradients(
         self, gradients: Any, parameters: Any, *, weight: float | None = None
     ) -> Any:
+        check_not_torn(self, "a whole_state()")
         averages = self._average(gradients, parameters, weight)
         named = tree_flatten(averages)
         values = dict(tree_flatten(parameters))
         label = f"parameters of a {type(self).__name__} with shard_state=True"
-        state = {} if self.is_sharded else dict(tree_flatten(self.state))  # init() changes it
+        group = ranks_of(self._asked)
+        if self.is_sharded:
+            check_not_lost(self._group, group, "a whole_state()")
+        owners = self._owners or self._deal(named, group)
+        if not self._is_compared:  # before init() drops the other ranks' part of the state
+            state = {} if self.is_sharded else dict(tree_flatten(self.state))
+            dealt = [f"{name!r}: rank {owner}" for name, owner in owners.items()]
+            compared = [(name, values[name]) for name, _ in named]
+            compare_division(group, label, dealt, compared, lambda: state)
         if not self.is_sharded:
             self.init(averages)
-        check_not_lost(self._group, ranks_of(self._asked), "a whole_state()")
-        assert self._owners is not None
-        if not self._is_compared:
-            dealt = [f"{name!r}: rank {owner}" for name, owner in self._owners.items()]
-            compared = [(name, values[name]) for name, _ in named]
-            compare_division(self._group, label, dealt, compared, lambda: state)
-            self._is_compared = True
-        owners = self._owners
+        self._is_compared = True
         for name, _ in named:
             if name not in owners:
                 raise ValueError(
@@ -193,13 +190,14 @@ class ShardedAveraging(DividedState, Averaging):
                     "divided the state: make a DistributedOptimizer of all parameters that are "
                     "trained, or set optimizer.state to what hvd.whole_state() returns"
                 )
-        mine = _tree((name, x) for name, x in named if owners[name] == self._group.rank)
-        # Not that of Averaging, which would average again.
-        updated = super(Averaging, self).apply_gradients(mine, parameters)  # type: ignore[misc]
-        values.update(tree_flatten(updated))
+        mine = _tree((name, x) for name, x in named if owners[name] == group.rank)
         places = [owners[name] for name, _ in named]
-        results = [(name, values[name]) for name, _ in named]
-        received = receive_values(self._group, label, places, results)
+        with changing(self):
+            # Not that of Averaging, which would average again.
+            updated = super(Averaging, self).apply_gradients(mine, parameters)  # type: ignore[misc]
+            values.update(tree_flatten(updated))
+            results = [(name, values[name]) for name, _ in named]
+            received = receive_values(group, label, places, results)
         values = {name: x for (name, _), x in zip(named, received, strict=True)}
         return tree_map_with_path(lambda path, _: values[path], averages)
 
@@ -207,6 +205,7 @@ class ShardedAveraging(DividedState, Averaging):
         """Return the state of all parameters. Collective if it is divided."""
         leaves = tree_flatten(self.state)
         owners = self._owners
+        check_not_torn(self, "a whole_state()")
         if owners is None:
             return self.state
         check_not_lost(self._group, ranks_of(self._asked), "a whole_state()")
@@ -217,6 +216,19 @@ class ShardedAveraging(DividedState, Averaging):
         for name, x in collected(self._group, label, mine).items():
             everything.setdefault(name, from_numpy(x, like))
         return tree_unflatten(sorted(everything.items()))
+
+    def _deal(self, named: Any, group: Group) -> dict[str, int]:
+        """Return which rank has the state of each parameter."""
+        dealt = owners_of([math.prod(x.shape) for _, x in named], group.size)
+        owners = dict(zip((name for name, _ in named), dealt, strict=True))
+        known = {_parameter_of(name, owners) for name, _ in tree_flatten(self.state)} - {None}
+        missing = [name for name in owners if name not in known]
+        if known and missing:
+            raise ValueError(
+                f"the state of this {type(self).__name__} has nothing for the parameter "
+                f"{missing[0]!r}: set the state of all ranks, which hvd.whole_state() returns"
+            )
+        return owners
 
     def _is_kept(self, name: str, owners: dict[str, int]) -> bool:
         parameter = _parameter_of(name, owners)

@@ -280,6 +280,32 @@ def sharded_states() -> None:
         opt = hvd.DistributedOptimizer(optim.Adam(learning_rate=0.1), shard_state=True)
         own = {"w": mx.ones(3) * rank}
         raises(hvd.DriftError, lambda: opt.apply_gradients(own, own), "'w'")
+        alone = optim.Adam(learning_rate=0.1)
+        alone.apply_gradients(one, one)
+        scaled = [(name, x * (1 + rank) if x.ndim else x) for name, x in tree_flatten(alone.state)]
+        opt.state = tree_unflatten(scaled)
+        for _ in range(2):  # the first has not dropped what the second compares
+            raises(hvd.DriftError, lambda: opt.apply_gradients(one, one), "'list.0.m'")
+
+    class Failing(optim.Adam):
+        fails = False
+
+        def apply_single(self, *arguments: Any) -> Any:
+            if self.fails:
+                raise ArithmeticError
+            return super().apply_single(*arguments)
+
+    if size < 4:  # every rank has a share
+        opt = hvd.DistributedOptimizer(Failing(learning_rate=0.1), shard_state=True)
+        opt.apply_gradients(one, one)
+        kept = hvd.whole_state(opt)
+        opt.fails = True
+        raises(ArithmeticError, lambda: opt.apply_gradients(one, one))
+        opt.fails = False
+        raises(RuntimeError, lambda: opt.apply_gradients(one, one), "caught")
+        raises(RuntimeError, lambda: hvd.whole_state(opt), "caught")
+        opt.state = kept
+        opt.apply_gradients(one, one)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
