@@ -19,7 +19,7 @@ namespace horo {
 namespace {
 
 PyObject* run_call = nullptr;  // a Python function, never released
-int minor_version = kXlaNewestMinor;
+int minor_version = kXlaOldestMinor;
 
 XlaError* failed(const XlaApi* api, const char* message) {
   XlaErrorCreateArgs args{sizeof(XlaErrorCreateArgs), nullptr, message, kXlaAborted};
@@ -111,7 +111,7 @@ void bind_xla(nb::module_& m) {
       "xla_handler",
       [](nb::callable run, std::pair<int, int> version) {
         const auto [major, minor] = version;
-        if (major != kXlaMajor || minor < kXlaOldestMinor || minor > kXlaNewestMinor) return nb::object(nb::none());
+        if (major != kXlaMajor || minor < kXlaOldestMinor) return nb::object(nb::none());
         minor_version = minor;
         Py_XDECREF(run_call);
         run_call = run.inc_ref().ptr();

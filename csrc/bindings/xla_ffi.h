@@ -1,9 +1,9 @@
 // The part of XLA's FFI that a handler of custom calls needs. Nothing is linked and no header of jaxlib is needed, so
 // one build works with every jaxlib, or none.
 //
-// This is XLA's binary interface, transcribed from the c_api.h of jaxlib 0.6.2, 0.8.2 and 0.10.2 (versions 0.1, 0.2 and
-// 0.3), which agree in everything used here. XLA promises to support a version for at least a year, and tests compare
-// this file with the header of the installed jaxlib.
+// This is XLA's binary interface, transcribed from the c_api.h of jaxlib 0.6.2, 0.8.2, 0.10.2 and 0.12.0 (versions 0.1,
+// 0.2, 0.3 and 0.5), which agree in everything used here. As XLA says there, what moves or removes anything changes the
+// major version, and minor versions add to the end. Tests compare this file with the header of the installed jaxlib.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,6 @@ namespace horo {
 
 inline constexpr int kXlaMajor = 0;
 inline constexpr int kXlaOldestMinor = 1;
-inline constexpr int kXlaNewestMinor = 3;
 
 struct XlaExtension {
   size_t struct_size;

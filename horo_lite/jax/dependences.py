@@ -31,10 +31,10 @@ def sources_of_updates(tx: Any, params: Any) -> tuple[list[Sources], dict[str, S
     """
     own = [frozenset([i]) for i in range(len(jax.tree.leaves(params)))]
     begin, state = jax.make_jaxpr(tx.init, return_shape=True)(params)
-    of_state = _reach(begin.jaxpr, own)
+    of_state = _reach(begin, own)
     while True:
         step, (_, next_state) = jax.make_jaxpr(tx.update, return_shape=True)(params, state, params)
-        found = _reach(step.jaxpr, [*own, *of_state, *own])
+        found = _reach(step, [*own, *of_state, *own])
         updates, after = found[: len(own)], found[len(own) :]
         structures: list[Any] = [jax.tree.structure(tree) for tree in (state, next_state)]
         if structures[0] == structures[1]:
@@ -47,6 +47,7 @@ def sources_of_updates(tx: Any, params: Any) -> tuple[list[Sources], dict[str, S
 
 def _reach(program: Any, given: Sequence[Sources]) -> list[Sources]:
     """Return the sources of a jaxpr's results, given those of its inputs."""
+    program = getattr(program, "jaxpr", program)  # without its constants, if it has them
     known = dict(zip(program.invars, given, strict=True))
 
     def sources(variables: Any) -> list[Sources]:
@@ -61,17 +62,17 @@ def _reach(program: Any, given: Sequence[Sources]) -> list[Sources]:
 def _through(equation: Any, given: list[Sources]) -> list[Sources]:
     name, how = equation.primitive.name, equation.params
     if name in _CALLS:
-        program = how["jaxpr"] if "jaxpr" in how else how["call_jaxpr"]
-        return _reach(getattr(program, "jaxpr", program), given)
+        return _reach(how["jaxpr"] if "jaxpr" in how else how["call_jaxpr"], given)
     if name == "cond":
-        by_branch = [_reach(branch.jaxpr, given[1:]) for branch in how["branches"]]
+        by_branch = [_reach(branch, given[1:]) for branch in how["branches"]]
         return [given[0].union(*each) for each in zip(*by_branch, strict=True)]
     if name == "scan":
-        n_fixed, n_carried = how["num_consts"], how["num_carry"]
+        n_carried = _n_alike(how["jaxpr"].out_avals, equation.outvars)
+        n_fixed = _n_alike(how["jaxpr"].in_avals, equation.invars) - n_carried
         fixed, carried = given[:n_fixed], given[n_fixed : n_fixed + n_carried]
         rows = given[n_fixed + n_carried :]
         while True:
-            found = _reach(how["jaxpr"].jaxpr, [*fixed, *carried, *rows])
+            found = _reach(how["jaxpr"], [*fixed, *carried, *rows])
             merged = _union(carried, found[:n_carried])
             if merged == carried:
                 return found
@@ -81,13 +82,21 @@ def _through(equation: Any, given: list[Sources]) -> list[Sources]:
         n_fixed = n_tested + how["body_nconsts"]
         carried = given[n_fixed:]
         while True:
-            (goes_on,) = _reach(how["cond_jaxpr"].jaxpr, [*given[:n_tested], *carried])
-            found = _reach(how["body_jaxpr"].jaxpr, [*given[n_tested:n_fixed], *carried])
+            (goes_on,) = _reach(how["cond_jaxpr"], [*given[:n_tested], *carried])
+            found = _reach(how["body_jaxpr"], [*given[n_tested:n_fixed], *carried])
             merged = [goes_on | each for each in _union(carried, found)]
             if merged == carried:
                 return carried
             carried = merged
     return [_NONE.union(*given)] * len(equation.outvars)
+
+
+def _n_alike(inside: Any, outside: Any) -> int:
+    """Return how many of a loop's variables are no rows, which have a dimension less inside.
+
+    How many of each kind there are is written down differently in each version of JAX.
+    """
+    return sum(a.ndim == v.aval.ndim for a, v in zip(inside, outside, strict=True))
 
 
 def _union(some: Sequence[Sources], others: Sequence[Sources]) -> list[Sources]:
