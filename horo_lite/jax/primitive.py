@@ -31,7 +31,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from horo_lite import _native
-from horo_lite.errors import behind, in_words, raised_in_graphs
+from horo_lite.errors import behind, in_words, raised_in_graphs, warn
 
 if TYPE_CHECKING:
     from horo_lite.jax.calls import Call
@@ -234,9 +234,9 @@ def _arrays(specs: Specs, views: Sequence[memoryview]) -> list[Any]:
 def inside_jit() -> str:
     """Return how operations inside jit are called on a CPU: "xla" or "callback".
 
-    As custom calls of XLA, they work on the program's own memory. If XLA has an unknown interface,
-    or HORO_LITE_INSIDE_JIT says so, they are callbacks, as on GPUs and TPUs: inputs and results are
-    then copied through host memory.
+    As custom calls of XLA, they work on the program's own memory. If XLA has an unknown interface
+    (a RuntimeWarning), or HORO_LITE_INSIDE_JIT says so, they are callbacks, as on GPUs and TPUs:
+    inputs and results are then copied through host memory.
     """
     wanted = os.environ.get("HORO_LITE_INSIDE_JIT") or "xla"
     if wanted not in ("xla", "callback"):
@@ -246,16 +246,24 @@ def inside_jit() -> str:
 
 @cache
 def _xla_calls() -> bool:
-    """Register `_run` with XLA under our name; return False if its interface is unknown."""
+    """Register `_run` with XLA under our name; warn, and return False, if that is impossible."""
     jax.devices("cpu")  # before this, registering seems to succeed but has no effect
-    with suppress(Exception):  # callbacks are used instead
+    try:
         header = Path(jax.ffi.include_dir(), "xla/ffi/api/c_api.h").read_text()
         major, minor = re.findall(r"#define XLA_FFI_API_(?:MAJOR|MINOR) (\d+)", header)
         handler = _native.xla_handler(_run, (int(major), int(minor)))
-        if handler is not None:
-            jax.ffi.register_ffi_target(_NAME, handler, platform="cpu")
-            return True
-    return False
+        if handler is None:
+            raise NotImplementedError(f"version {major}.{minor} is unknown")
+        jax.ffi.register_ffi_target(_NAME, handler, platform="cpu")
+    except Exception as error:
+        warn(
+            f"the interface of custom calls in JAX {jax.__version__} cannot be used ({error}): "
+            "operations inside jit are callbacks, which are several times slower, and parameters "
+            "are not compared. Install a JAX with which this horo_lite was tested, or a newer "
+            "horo_lite; HORO_LITE_INSIDE_JIT=callback turns this warning off."
+        )
+        return False
+    return True
 
 
 def _lower(ctx: mlir.LoweringRuleContext, *xs: Any, call: Call) -> Any:

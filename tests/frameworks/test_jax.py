@@ -1224,6 +1224,19 @@ def test_what_is_known_of_xla_is_what_its_header_says(tmp_path: Path) -> None:
     subprocess.run([*command, str(tmp_path / "check.cpp")], check=True, timeout=60)
 
 
+def test_an_unknown_interface_of_xla_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    from horo_lite.jax import primitive
+
+    header = primitive.Path.read_text
+    monkeypatch.setattr(
+        primitive.Path,
+        "read_text",
+        lambda *args, **options: header(*args, **options).replace("MAJOR 0", "MAJOR 7"),
+    )
+    with pytest.warns(RuntimeWarning, match=r"JAX .* \(version 7\.\d+ is unknown\)"):
+        assert not primitive._xla_calls.__wrapped__()
+
+
 def test_digits() -> None:
     on_shared = {"run": script_on_ranks, "job_env": compilation()}
     assert accuracy_of("jax", epochs=4, **on_shared, timeout_s=120) > 0.9
