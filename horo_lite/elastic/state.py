@@ -22,7 +22,7 @@ from horo_lite.adapters import adapter_of, from_numpy, to_host
 from horo_lite.adapters.object import VariablesAdapter, is_array
 from horo_lite.collectives.arrays import gpu_of
 from horo_lite.elastic.sampler import Sampler
-from horo_lite.errors import CheckpointError, say
+from horo_lite.errors import CheckpointError, HoroLiteError, in_one_line, say, warn
 from horo_lite.state.broadcast import broadcast_content, is_writable
 from horo_lite.state.optimizer_state import OptimizerState, load_state_dict, sharded_state
 from horo_lite.state.trees import NUMBERS, Tree, in_brackets, mapped, overwritten, repeats
@@ -133,8 +133,14 @@ class State:
         self._counted()
         try:
             self.write_checkpoint()
-        finally:  # the other ranks wait there
-            self.check_host_updates()
+        except Exception as error:
+            try:
+                self.check_host_updates()  # the other ranks wait there
+            except HoroLiteError:  # raised in place of `error`: a rank joins, or has been lost
+                warn(f"rank 0 has not written its commit: {in_one_line(error)}")
+                raise
+            raise
+        self.check_host_updates()
 
     def write_checkpoint(self) -> None:
         """Write the last saved content to the disk, on rank 0 if the state has a checkpoint."""

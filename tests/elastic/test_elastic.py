@@ -17,7 +17,7 @@ from launch import Result, mpi_name, run_ranks
 
 import horo_lite as hvd
 from horo_lite import checkpoint, elastic
-from horo_lite.errors import CheckpointError
+from horo_lite.errors import CheckpointError, PeerLostError
 from horo_lite.transports.peers import allgather_objects
 
 SOAK = Path(__file__).resolve().parents[1] / "soak" / "soak_training.py"
@@ -192,6 +192,21 @@ def test_a_commit_that_cannot_be_written_is_one_nevertheless(alone, tmp_path) ->
     state.step = 2
     state.restore()
     assert state.step == 1
+
+
+@pytest.mark.parametrize("instead", [elastic.HostsUpdatedInterrupt, PeerLostError])
+def test_a_commit_that_cannot_be_written_is_told_of_when_the_world_changes(
+    alone, tmp_path, instead
+) -> None:
+    """The program cannot catch its error: that of the change is raised instead."""
+    state = elastic.State(step=0, checkpoint=str(tmp_path))  # a folder
+
+    def world_changes() -> None:
+        raise instead("of the world")
+
+    state._check_for_ranks = world_changes
+    with pytest.warns(RuntimeWarning, match=str(tmp_path)), pytest.raises(instead):
+        state.commit()
 
 
 def test_names_that_refer_to_one_object_since_the_commit(alone) -> None:
