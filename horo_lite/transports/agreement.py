@@ -23,7 +23,7 @@ from horo_lite.errors import (
 )
 
 if TYPE_CHECKING:
-    from horo_lite.transports.interface import Header, Transport
+    from horo_lite.transports.interface import Transport
 
 T = TypeVar("T")
 
@@ -39,17 +39,6 @@ if they cannot."""
 def digest_of(contract: object) -> int:
     """Return a 63-bit hash of everything that must be the same on all ranks."""
     return _native.hash64(repr(contract).encode())
-
-
-def agree(
-    transport: Transport, label: str, contract: object, describe: Callable[[], str]
-) -> list[Header]:
-    """In an operation: return every rank's header if all agree; else raise MismatchError."""
-    digest = digest_of(contract)
-    headers = transport.agree(digest, label=label)
-    if any(header.digest != digest for header in headers):
-        raise MismatchError(explain(label, allgather_texts(transport, describe()), transport.ranks))
-    return headers
 
 
 def needs_all(label: str) -> Participation:

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from horo_lite import _native, settings
 from horo_lite.arguments import QUANTIZED
-from horo_lite.errors import DeviceError, warn
-from horo_lite.transports.agreement import agree, allgather_objects, allgather_texts
+from horo_lite.errors import DeviceError, MismatchError, warn
+from horo_lite.transports.agreement import allgather_objects, allgather_texts, explain
 from horo_lite.transports.gpu import GpuTransport
 from horo_lite.transports.interface import (
     Division,
@@ -139,12 +139,13 @@ def connect(host: Transport, queue: _native.DeviceQueue, allowed: bool) -> GpuTr
     staged = StagedTransport(host, queue, given or DEFAULT_STAGE_BYTES)
     if host.size == 1:
         return staged
-    mine = _endpoint(queue.index, allowed, host.rank == 0)
     label = "the first call with arrays on a GPU"
-    # With different bucket sizes, the GPUs would wait forever.
-    alike = f"{label}\nHORO_LITE_BUCKET_BYTES {given or 'not set'}, register {registers}"
-    agree(host, label, alike, lambda: alike)
+    chosen = f"HORO_LITE_BUCKET_BYTES {given or 'not set'}, register {registers}"
+    mine = _endpoint(queue.index, allowed, host.rank == 0)._replace(settings=chosen)
     everyone: list[_Endpoint] = allgather_objects(host, mine)
+    by_rank = [f"{label}\n{each.settings}" for each in everyone]
+    if len(set(by_rank)) > 1:  # with different bucket sizes, the GPUs would wait forever
+        raise MismatchError(explain(label, by_rank, host.ranks))
     obstacle = _obstacle(everyone)
     group = None
     if not obstacle:
@@ -211,6 +212,7 @@ class _Endpoint(NamedTuple):
     version: int = 0
     unique_id: bytes = b""  # rank 0's
     problem: str = ""
+    settings: str = ""  # which must be the same on all ranks
 
 
 def _endpoint(index: int, allowed: bool, leads: bool) -> _Endpoint:
