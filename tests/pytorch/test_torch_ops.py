@@ -1018,7 +1018,10 @@ def test_what_is_no_optimizer_or_module_is_refused() -> None:
         k = {"process_set": group}
         model = net(0)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for wrong in (model, torch.nn.Linear, model.state_dict(), optimizer.state_dict(), None):
+        steps = type("", (torch.nn.Linear,), {"step": print})(1, 1)
+        parameters = set(model.parameters())  # which has an update()
+        states = model.state_dict(), optimizer.state_dict()
+        for wrong in (model, steps, torch.nn.Linear, *states, parameters, None):
             with pytest.raises(TypeError, match="is not an optimizer: it has no step"):
                 hvd.broadcast_optimizer_state(wrong, 0, **k)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1 + group.rank)

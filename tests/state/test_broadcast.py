@@ -277,6 +277,9 @@ def test_state_beside_plain_arrays() -> None:
         def step(self) -> None:
             pass
 
+        def state_dict(self) -> dict[str, Any]:  # which nothing could load
+            return {}
+
     def rank(group: Group) -> None:
         r = group.rank
         inner = Sgd([values(r)], [values(r)])
