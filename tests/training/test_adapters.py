@@ -58,6 +58,16 @@ class Descent:
         return "stepped"
 
 
+class OwnDescent:
+    """An optimizer that the framework's adapter does not know, of its parameters."""
+
+    def __init__(self, params: list[Weight], moved: Later) -> None:
+        self.params, self.moved = params, moved
+
+    def step(self) -> None:
+        pass
+
+
 class Frozen:
     """A model that is immutable."""
 
@@ -139,6 +149,10 @@ def test_a_lazy_framework() -> None:
         hvd.broadcast_optimizer_state(optimizer, 1, group=group)
         assert type(optimizer.moved) is Later
         assert optimizer.moved.compute() == 8
+        own = OwnDescent(weights, Later(lambda: 7.0 + group.rank))
+        hvd.broadcast_optimizer_state(own, 1, group=group)
+        assert type(own.moved) is Later
+        assert own.moved.compute() == 8
         tree = {name: Later(lambda: [2.0 * group.rank, 6.0]) for name in "ab"}
         averages = hvd.average_gradients(tree, group=group)
         assert all(type(averages[name]) is Later for name in "ab")
