@@ -29,7 +29,7 @@ import horo_lite  # noqa: E402
 from horo_lite.collectives.compression import Compression, Compressor  # noqa: E402
 from horo_lite.collectives.group import Group  # noqa: E402
 from horo_lite.collectives.reductions import Average, Min, Sum  # noqa: E402
-from horo_lite.errors import MismatchError  # noqa: E402
+from horo_lite.errors import MismatchError, NonFiniteError  # noqa: E402
 from horo_lite.horovod.reductions import Adasum  # noqa: E402
 from horo_lite.state.broadcast import (  # noqa: E402
     broadcast_optimizer_state,
@@ -1542,6 +1542,23 @@ def test_optimizers_whose_gradients_come_in_another_order_on_each_rank() -> None
     (a, order), (b, other_order) = run_threads(2, rank)
     assert order != other_order
     assert_same_weights(a, b)
+
+
+def test_gradients_that_are_not_finite_do_not_keep_those_of_other_optimizers_back() -> None:
+    def rank(group: Group) -> None:
+        named = {name: nn.Parameter(torch.ones(2)) for name in "abc"}
+        options = {"process_set": group, "check_finite": "raise", "check_every": 1}
+        optimizers = [
+            DistributedOptimizer(torch.optim.SGD([p], lr=1.0), [(name, p)], **options)
+            for name, p in named.items()
+        ]
+        bad = math.nan if group.rank else 1.0
+        with pytest.raises(NonFiniteError, match="'a'"):  # the first one's
+            (bad * (named["a"] + named["c"]) + (1.0 + group.rank) * named["b"]).sum().backward()
+        assert named["b"].grad.tolist() == [1.5] * 2
+        optimizers[1].step()
+
+    run_threads(2, rank)
 
 
 def test_parameters_added_later_unfrozen_and_shared() -> None:
