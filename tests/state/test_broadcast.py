@@ -199,6 +199,8 @@ class Adam:
         self.n_steps = 0
         self.moments: dict[Any, Any] = {}
         self.by_id: dict[int, Any] = {}
+        self.by_pair: dict[Any, Any] = {}
+        self.values = [p.data for p in params]  # the parameters', and not state
         self.listed: list[Any] = [np.zeros(2), np.zeros(3)]
         self.log = print
         self.betas = (0.9, 0.999)
@@ -208,6 +210,7 @@ class Adam:
         for i, p in enumerate(self.params):
             self.moments[p] = {"m": p.grad * 1.0, "n": self.n_steps}
             self.by_id[id(p)] = p.grad * 2
+            self.by_pair[p, "m"] = p.grad * 3
             self.listed[i] += p.grad
             p.data -= p.grad
 
@@ -235,6 +238,8 @@ def test_state_of_an_optimizer_without_state_dict(wrapped: bool) -> None:
         assert inner.moments[params[1]]["n"] == 1
         assert list(inner.by_id) == [id(p) for p in params]
         assert (inner.by_id[id(params[0])] == 6).all()
+        assert list(inner.by_pair) == [(p, "m") for p in params]
+        assert (inner.by_pair[params[0], "m"] == 9).all()
         assert (inner.listed[0] == 3).all()
         assert (params[0].data == (-3 if r == 1 else 0)).all()
 
