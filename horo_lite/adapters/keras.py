@@ -8,7 +8,14 @@ import keras
 import numpy as np
 
 from horo_lite.adapters import changed, needs, to_host
-from horo_lite.adapters.object import Array, Held, Named, VariablesAdapter, named_variables
+from horo_lite.adapters.object import (
+    Array,
+    Held,
+    Named,
+    Passes,
+    VariablesAdapter,
+    named_variables,
+)
 
 needs(keras, "3.10")
 KINDS = (keras.Variable, keras.layers.Layer, keras.optimizers.Optimizer)
@@ -30,9 +37,19 @@ class KerasAdapter(VariablesAdapter):
             if _is_divided(owner):
                 common: Named = owner.common_variables
                 return common
-            sums = _own_sums(owner)
+            sums = self._own_sums(owner)
             return [pair for pair in self.variables(owner) if id(pair[1]) not in sums]
         return []
+
+    def passes(self, owner: Any) -> Passes | None:
+        # With backward_passes_per_step, each rank adds up its own until the last pass.
+        if getattr(owner, "_passes", 1) == 1 or not owner.built:
+            return None
+        return Passes(int(owner._iterations), owner._passes, list(owner._accumulated_gradients))
+
+    def _own_sums(self, optimizer: Any) -> set[int]:
+        passes = self.passes(optimizer)
+        return set(map(id, passes.sums if passes else ()))
 
     def objects(self, owner: Any) -> list[tuple[str, Held]]:
         if not _is_divided(owner):
@@ -48,7 +65,7 @@ class KerasAdapter(VariablesAdapter):
             variables, values = optimizer.layout(), optimizer.whole_state()
         else:
             variables, values = optimizer.variables, super().state(optimizer)
-        sums = _own_sums(optimizer)  # other ranks begin with zeros
+        sums = self._own_sums(optimizer)  # other ranks begin with zeros
         return [
             np.zeros_like(value) if id(variable) in sums else value
             for variable, value in zip(variables, values, strict=True)
@@ -84,16 +101,6 @@ class KerasAdapter(VariablesAdapter):
 def _is_divided(optimizer: Any) -> bool:
     """Return whether it is wrapped with shard_state=True."""
     return hasattr(optimizer, "common_variables")
-
-
-def _own_sums(optimizer: Any) -> set[int]:
-    """Return the id() of what holds sums of this rank's own gradients.
-
-    With backward_passes_per_step, each rank adds up its own until the last pass.
-    """
-    passes = getattr(optimizer, "_passes", 1)
-    sums = optimizer._accumulated_gradients if passes > 1 and optimizer.built else ()
-    return set(map(id, sums))
 
 
 ADAPTER = KerasAdapter()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -49,6 +49,14 @@ ZERO_GRAD = ("zero_grad", "reset_grad", "clear_grad")
 
 NO_ORDER = -1
 """DLPack's value for: no stream needs to wait for another."""
+
+
+class Passes(NamedTuple):
+    """Passes of an optimizer that adds up the gradients of each rank until a step."""
+
+    n: int  # all that were counted
+    n_per_step: int
+    sums: list[Parameter]  # variables
 
 
 class Adapter:
@@ -129,6 +137,10 @@ class Adapter:
     def objects(self, owner: Any) -> list[tuple[str, Held]]:
         """Return a module's state that consists of other objects than arrays, with names."""
         return []
+
+    def passes(self, owner: Any) -> Passes | None:
+        """Return how far an optimizer has come that adds up gradients until a step; or None."""
+        return None
 
     def flattened(self, tree: Any) -> tuple[Named, Callable[[Iterable[Any]], Any]] | None:
         """Return a tree's named leaves and a function that rebuilds it with others.

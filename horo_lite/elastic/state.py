@@ -19,7 +19,7 @@ import numpy as np
 from horo_lite import _native, checkpoint, context, ops
 from horo_lite._native import Tensors
 from horo_lite.adapters import adapter_of, from_numpy, to_host
-from horo_lite.adapters.object import VariablesAdapter, is_array
+from horo_lite.adapters.object import Passes, VariablesAdapter, is_array
 from horo_lite.collectives.arrays import gpu_of
 from horo_lite.elastic.sampler import Sampler
 from horo_lite.errors import CheckpointError, HoroLiteError, in_one_line, say, warn
@@ -94,7 +94,7 @@ class State:
             setattr(self, name, value)
         self._n_steps_before = self._n_steps()
         self._counted()
-        self._saved = self.snapshot()
+        self.save()
 
     # Saving, restoring, sending.
 
@@ -108,6 +108,18 @@ class State:
 
     def load(self, snapshot: dict[str, Any]) -> None:
         """Set the content to that of the snapshot, which is not changed. On this rank only."""
+        self._load(snapshot)
+        for adapter, optimizer, passes in self._passes():
+            n = passes.n % passes.n_per_step
+            if n and not any(np.any(adapter.value(x)) for x in passes.sums):
+                warn(
+                    f"the state of this {type(optimizer).__name__} was saved in the middle of a "
+                    f"step, after {n} of its passes, whose gradients are lost here, since each "
+                    "rank has sums of its own: only the other passes will count. Commit after the "
+                    "last one"
+                )
+
+    def _load(self, snapshot: dict[str, Any]) -> None:
         things, done = self._things(), dict[int, Any]()
         for name, content in snapshot.items():
             old = things.get(name)
@@ -117,11 +129,27 @@ class State:
 
     def save(self) -> None:
         """Keep a copy of the content in memory, which replaces the previous one."""
-        self._saved = self.snapshot()
+        self._keep(self.snapshot())
+
+    def _keep(self, snapshot: dict[str, Any]) -> None:
+        self._saved = snapshot
+        # No part of a snapshot, which other ranks may load.
+        self._saved_sums = [
+            [_copy_of(adapter.value(x)) for x in passes.sums]
+            for adapter, _, passes in self._passes()
+        ]
 
     def restore(self) -> None:
         """Restore the content of the last commit or sync. On this rank only."""
-        self.load(self._saved)
+        self._load(self._saved)
+        for (adapter, _, passes), saved in zip(self._passes(), self._saved_sums, strict=False):
+            for variable, value in zip(passes.sums, saved, strict=True):
+                adapter.set_value(variable, value)
+
+    def _passes(self) -> list[tuple[Any, Any, Passes]]:
+        """Return the optimizers that add up gradients until a step, with their adapters."""
+        leaves = [(adapter_of(leaf), leaf) for leaf in _leaves(self._things())]
+        return [(a, leaf, found) for a, leaf in leaves if (found := a.passes(leaf))]
 
     def commit(self) -> None:
         """Save the content, for `restore()`.
@@ -213,7 +241,7 @@ class State:
                 sampler.load_state_dict(sampler.state_dict())  # distribute the rest, as on others
         else:
             self.load(content)
-        self._saved = content
+        self._keep(content)
         self._n_commits = progress.n_commits + 1
         self._n_changes = progress.n_changes + 1 + self._n_steps_before - self._n_steps()
         self._counted()
@@ -506,7 +534,8 @@ class _Known:
         # The arrays of an optimizer whose state is divided are not all of it.
         self._is_divided = hasattr(self._obj, "is_sharded")
         steps = (getattr(self._obj, name, None) for name in adapter.steps)
-        self._steps = self._is_divided or any(map(callable, steps))
+        self._passes = adapter.passes(self._obj)
+        self._steps = self._is_divided or bool(self._passes) or any(map(callable, steps))
         self._adapter = adapter_of(self._named[0][1]) if self._named else adapter
         self._whole = obj
 
@@ -520,7 +549,13 @@ class _Known:
 
     def take(self, content: Any) -> None:
         if self._steps:
+            adapter, before = adapter_of(self._obj), self._passes
+            sums = [_copy_of(adapter.value(x)) for x in before.sums] if before else []
             OptimizerState(self._whole).write(copy.deepcopy(content))
+            now = adapter.passes(self._obj)
+            if before and now and now.n == before.n:  # this rank's sums are of the same passes
+                for variable, value in zip(now.sums, sums, strict=True):
+                    adapter.set_value(variable, value)
             return
         for (_, parameter), copied in zip(self._named, content, strict=True):
             memory = self._adapter.value(parameter)

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import warnings
 import zipfile
+from collections.abc import Mapping
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ import numpy as np
 import pytest
 
 import horo_lite
+from horo_lite.adapters import adapter_of
 from horo_lite.collectives import arrays
 from horo_lite.state.optimizer_state import OptimizerState
 
@@ -918,6 +920,47 @@ def check_elastic_state() -> None:
         _check_elastic_state(compiled(optimizer))
     if not is_keras2:
         _check_elastic_seeds()
+        for options in ({}, {"shard_state": True})[: 1 + (BACKEND in ("torch", "jax"))]:
+            _check_elastic_passes(options)
+
+
+def _check_elastic_passes(options: Mapping[str, Any]) -> None:
+    """What a rank has added up before a commit is there after it, and only there."""
+
+    def made() -> Any:
+        sgd = keras.optimizers.SGD(0.1, momentum=0.9)
+        return compiled(hvd.DistributedOptimizer(sgd, backward_passes_per_step=2, **options))
+
+    def train(*batches: int) -> list[Any]:
+        for i in batches:
+            model.train_on_batch(*(a[(2 * i + world.rank) * 5 :][:5] for a in (X, Y)))
+        check_same_bits(model)
+        weights: list[Any] = model.get_weights()
+        return weights
+
+    model = made()
+    state = hvd.elastic.KerasState(model)
+    state.sync()
+    train(0, 1, 2)
+    state.commit()
+    expected = train(3)
+    for others in ((), (4,), (4, 5)):
+        train(*others)
+        state.restore()
+        for a, b in zip(train(3), expected, strict=True):
+            np.testing.assert_array_equal(a, b)
+    state.restore()
+    state.sync()  # as survivors do
+    for a, b in zip(train(3), expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+    state.restore()
+    other = made()
+    with pytest.warns(RuntimeWarning, match="after 1 of its passes, whose gradients are lost"):
+        hvd.elastic.KerasState(other).load(state.snapshot())
+    passes = adapter_of(other.optimizer).passes(other.optimizer)
+    assert passes is not None
+    assert passes.n == 3
+    assert not any(np.any(x.numpy()) for x in passes.sums)
 
 
 def _check_elastic_seeds() -> None:
