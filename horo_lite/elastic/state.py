@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,6 +61,9 @@ class State:
     optimizers and arrays counts nothing and never goes back, unless JAX has given arrays to the
     step that failed (`donate_argnums`).
 
+    Gradients are not part of it: count and commit after a step, not after each of several backward
+    passes. What was counted between them is taken back.
+
     checkpoint: the file to which rank 0 also writes each commit, so that a restarted job continues
     from there (HORO_LITE_CHECKPOINT; restarts set it). `run` reads it. The file is written
     atomically, and each commit waits for the disk: choose an interval at which this is negligible.
@@ -90,6 +94,7 @@ class State:
         # Optimizers that count their own steps, by attribute; and the steps that they had taken.
         self._steppers: dict[str, list[Wrapped]] = {}
         self._n_steps_before = 0
+        self._adders: dict[str, list[Any]] = {}  # optimizers that know of passes before a step
         for name, value in things.items():
             setattr(self, name, value)
         self._n_steps_before = self._n_steps()
@@ -140,8 +145,14 @@ class State:
         ]
 
     def restore(self) -> None:
-        """Restore the content of the last commit or sync. On this rank only."""
+        """Restore the content of the last commit or sync. On this rank only.
+
+        Gradients of an optimizer of horo_lite.torch are set to None, since those of the passes that
+        are taken back would be added to.
+        """
         self._load(self._saved)
+        for optimizer in chain(*self._adders.values()):
+            optimizer.zero_grad()
         for (adapter, _, passes), saved in zip(self._passes(), self._saved_sums, strict=False):
             for variable, value in zip(passes.sums, saved, strict=True):
                 adapter.set_value(variable, value)
@@ -156,6 +167,12 @@ class State:
 
         Every rank calls it at the same point, although none waits. Costs a copy of the content.
         """
+        if self._is_between_passes():
+            warn(
+                "commit() between two backward passes of a step: gradients are not part of a "
+                "commit, so those of the first passes are lost if training goes back to it, or a "
+                "rank joins. Commit after step()"
+            )
         self.save()
         self._n_commits += 1
         self._counted()
@@ -294,7 +311,8 @@ class State:
             self.restore()
         counts = any(_is_counter(value) for value in self._things().values())
         n_changes = self._n_changes + self._n_steps() - self._n_steps_before
-        is_whole = not self.has_lost_shares() and (not counts or n_changes == self._n_at_count)
+        is_counted = n_changes == self._n_at_count and not self._was_between_passes
+        is_whole = not self.has_lost_shares() and (not counts or is_counted)
         n_averaged = sum(one.averaged_at for one in self._averagers())
         return Progress(is_whole and not has_lost_arrays, n_averaged, n_changes, self._n_commits)
 
@@ -351,15 +369,17 @@ class State:
                 state._n_changes += 1
                 state._counted()
 
-        steppers = []
+        steppers, adders = [], []
         for leaf in _leaves(value):
+            if hasattr(leaf, "is_between_passes"):
+                adders.append(leaf)
             if hasattr(leaf, "on_record"):
                 leaf.on_record = recorded
             if stepper := wrapped(leaf):
                 steppers.append(stepper)
             elif hasattr(leaf, "register_step_post_hook"):
                 leaf.register_step_post_hook(changed)
-        self._steppers[name] = steppers
+        self._steppers[name], self._adders[name] = steppers, adders
         changed()
         if _is_counter(value):
             self._counted()
@@ -367,6 +387,11 @@ class State:
     def _counted(self) -> None:
         """Mark all changes up to now as counted."""
         self._n_at_count = self._n_changes + self._n_steps() - self._n_steps_before
+        self._was_between_passes = self._is_between_passes()
+
+    def _is_between_passes(self) -> bool:
+        """Return whether gradients of counted passes are lost with this world."""
+        return any(optimizer.is_between_passes for optimizer in chain(*self._adders.values()))
 
     def _n_steps(self) -> int:
         return sum(stepper.n_steps for found in self._steppers.values() for stepper in found)

@@ -529,8 +529,12 @@ class GradientExchange:
 
         What the user assigns after synchronize() does not.
         """
-        is_computed = any(slot.touched and slot.passes for slot in self.slots)
-        return is_computed or (self._step.is_due and self._is_left())
+        return self.is_between_passes or (self._step.is_due and self._is_left())
+
+    @property
+    def is_between_passes(self) -> bool:
+        """Whether passes have added to gradients since the last exchange."""
+        return any(slot.touched and slot.passes for slot in self.slots)
 
     def _is_by_hand(self, slot: Slot) -> bool:
         """Return whether this step has a gradient that no backward() has computed."""

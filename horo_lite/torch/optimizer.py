@@ -315,6 +315,11 @@ class _DistributedOptimizer(Sharing):
             raise TypeError(f"synchronize() takes no weight: {WEIGHT_COMES_FIRST}")
         self._exchange.flush()
 
+    @property
+    def is_between_passes(self) -> bool:
+        """Whether there are gradients of passes that have not been exchanged. Local."""
+        return self._exchange.is_between_passes
+
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """Disable the exchange in step(), for scripts that call `synchronize()` themselves.

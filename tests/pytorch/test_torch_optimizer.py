@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from launch import RanksFailedError, run_ranks, run_threads
+from launch import RanksFailedError, run_and_hear, run_ranks, run_threads
 from recording import Recording
 from worlds import on_ranks
 
@@ -26,6 +26,7 @@ torch = pytest.importorskip("torch")
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import horo_lite  # noqa: E402
+from horo_lite import elastic  # noqa: E402
 from horo_lite.collectives.compression import Compression, Compressor  # noqa: E402
 from horo_lite.collectives.group import Group  # noqa: E402
 from horo_lite.collectives.reductions import Average, Min, Sum  # noqa: E402
@@ -3123,3 +3124,37 @@ def test_nothing_is_left_over_of_a_step_whose_sparse_gradients_overflow() -> Non
     for first, *others in on_ranks(overflow_in_sparse_gradients, 2, hosts="1,1"):
         assert first > 1e30
         assert all(1 < one < 10 for one in others)
+
+
+def test_what_is_counted_or_committed_between_passes_is_no_whole_step() -> None:
+    def rank(group: Group) -> None:
+        net = nn.Linear(1, 1, bias=False)
+        nn.init.ones_(net.weight)
+        optimizer = wrap(torch.optim.SGD(net.parameters(), 1.0), group, backward_passes_per_step=2)
+        state = elastic.State(net=net, optimizer=optimizer, batch=0)
+
+        def add(gradient: float) -> None:
+            ((gradient + group.rank) * net.weight).sum().backward()
+            state.batch += 1
+
+        for gradient in 1.0, 2.0:
+            add(gradient)
+        optimizer.step()
+        optimizer.zero_grad()
+        state.commit()
+        assert state.progress().is_whole
+        assert net.weight.item() == 1 - 3 - 1
+        add(8.0)
+        assert not state.progress().is_whole
+        state.restore()  # without what this pass has added
+        for gradient in 1.0, 2.0:
+            add(gradient)
+        optimizer.step()
+        assert net.weight.item() == -3 - 3 - 1
+        optimizer.zero_grad()
+        add(1.0)
+        state.commit()
+
+    _, warned = run_and_hear(2, rank)
+    assert len(warned) == 2
+    assert all("commit() between two backward passes" in text for text in warned)
