@@ -6,7 +6,7 @@ from typing import Any
 
 import tf_keras
 
-from horo_lite.adapters.object import Named, VariablesAdapter, named_variables
+from horo_lite.adapters.object import Named, Passes, VariablesAdapter, named_variables
 from horo_lite.adapters.tensorflow import TensorflowAdapter
 
 OPTIMIZERS = (tf_keras.optimizers.Optimizer, tf_keras.optimizers.legacy.Optimizer)
@@ -28,6 +28,13 @@ class TfKerasAdapter(VariablesAdapter, TensorflowAdapter):
             found = found() if callable(found) else found  # a method in the legacy family
             return named_variables(found)
         return []
+
+    def passes(self, owner: Any) -> Passes | None:
+        n_passes = getattr(owner, "_n_passes", None)
+        if n_passes is None:
+            return None
+        # The optimizer's variables do not have their number.
+        return Passes(int(n_passes), owner._passes, [n_passes, *owner._sums.values()])
 
     def replica(self, owner: Any, buffers: bool) -> Named | None:
         if not isinstance(owner, tf_keras.layers.Layer):

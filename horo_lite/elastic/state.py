@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -139,10 +139,10 @@ class State:
     def _keep(self, snapshot: dict[str, Any]) -> None:
         self._saved = snapshot
         # No part of a snapshot, which other ranks may load.
-        self._saved_sums = [
-            [_copy_of(adapter.value(x)) for x in passes.sums]
-            for adapter, _, passes in self._passes()
-        ]
+        self._saved_sums = {
+            id(optimizer): [_copy_of(adapter.value(x)) for x in passes.sums]
+            for adapter, optimizer, passes in self._passes()
+        }
 
     def restore(self) -> None:
         """Restore the content of the last commit or sync. On this rank only.
@@ -153,9 +153,11 @@ class State:
         self._load(self._saved)
         for optimizer in chain(*self._adders.values()):
             optimizer.zero_grad()
-        for (adapter, _, passes), saved in zip(self._passes(), self._saved_sums, strict=False):
-            for variable, value in zip(passes.sums, saved, strict=True):
-                adapter.set_value(variable, value)
+        for adapter, optimizer, passes in self._passes():
+            saved = self._saved_sums.get(id(optimizer), [])  # none before the first pass
+            for variable, value in zip_longest(passes.sums, saved):
+                zeros = np.zeros_like(adapter.value(variable))
+                adapter.set_value(variable, zeros if value is None else value)
 
     def _passes(self) -> list[tuple[Any, Any, Passes]]:
         """Return the optimizers that add up gradients until a step, with their adapters."""
