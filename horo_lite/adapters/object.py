@@ -51,6 +51,22 @@ NO_ORDER = -1
 """DLPack's value for: no stream needs to wait for another."""
 
 
+def zero_gradients(optimizer: Any, adapter: Adapter, named: Named) -> None:
+    """Call the optimizer's zero_grad(); if it has none, set the parameters' gradients to zero."""
+    for name in ZERO_GRAD:
+        if callable(zero := getattr(optimizer, name, None)):
+            zero()
+            return
+    for _, parameter in named:
+        gradient = adapter.gradient(parameter)
+        if gradient is None:
+            continue
+        try:
+            gradient[...] = 0
+        except (TypeError, ValueError):  # it is read-only
+            adapter.set_gradient(parameter, np.zeros(gradient.shape, gradient.dtype))
+
+
 class Passes(NamedTuple):
     """Passes of an optimizer that adds up the gradients of each rank until a step."""
 

@@ -147,10 +147,12 @@ class State:
     def restore(self) -> None:
         """Restore the content of the last commit or sync. On this rank only.
 
-        Gradients of an optimizer of horo_lite.torch are set to None, since those of the passes that
-        are taken back would be added to.
+        The gradients of DistributedOptimizers are cleared, since passes would add to those of a
+        step that is taken back.
         """
         self._load(self._saved)
+        for stepper in chain(*self._steppers.values()):
+            stepper.begin_anew()
         for optimizer in chain(*self._adders.values()):
             optimizer.zero_grad()
         for adapter, optimizer, passes in self._passes():

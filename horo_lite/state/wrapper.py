@@ -30,6 +30,9 @@ class Wrapped(Protocol):
     def named(self) -> Named:
         """Return the parameters with their names, as passed to the wrapper."""
 
+    def begin_anew(self) -> None:
+        """Forget and clear the gradients of the step in progress."""
+
 
 class Wrapper:
     """Base of optimizer wrappers, which show the inner one's attributes and class as their own."""

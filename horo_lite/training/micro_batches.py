@@ -24,7 +24,7 @@ from threadpoolctl import ThreadpoolController
 
 from horo_lite import context
 from horo_lite.adapters import Adapter, adapter_of, changed, from_numpy, to_host
-from horo_lite.adapters.object import ZERO_GRAD, Named, name_leaves
+from horo_lite.adapters.object import Named, name_leaves, zero_gradients
 from horo_lite.collectives.arrays import gpu_of
 from horo_lite.collectives.calls import Compare, Part
 from horo_lite.collectives.group import Group
@@ -502,10 +502,7 @@ class _Held(_Source):
         self.adapter.seed(number)
 
     def clear(self) -> None:
-        for name in ZERO_GRAD:
-            if callable(clear := getattr(self._optimizer, name, None)):
-                clear()
-                return
+        zero_gradients(self._optimizer, self.adapter, self._named())
 
     def named(self, batch: MicroBatch) -> list[_Gradient]:
         named, adapter = self._named(), self.adapter

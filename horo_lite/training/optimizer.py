@@ -15,7 +15,7 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from horo_lite.adapters import Adapter, adapter_of, to_host
-from horo_lite.adapters.object import ZERO_GRAD, Named, is_array, name_leaves
+from horo_lite.adapters.object import ZERO_GRAD, Named, is_array, name_leaves, zero_gradients
 from horo_lite.collectives.arrays import Array, gpu_of
 from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.reductions import Average, Op
@@ -413,9 +413,7 @@ class _Own:
         Its gradients are cleared, since the first pass of the next step would be added to them.
         """
         self.step, self.reducer = _Step(), None
-        names = (name for name in ZERO_GRAD if callable(getattr(self.inner, name, None)))
-        if (name := next(names, None)) is not None:
-            getattr(self.inner, name)()
+        zero_gradients(self.inner, self.adapter, self.named())
 
     def check(self) -> None:
         """Raise unless the inner object is an optimizer with parameters; say what is missing."""
@@ -580,6 +578,11 @@ class _Own:
         if self.reducer is not None:
             self.reducer.abandon()
         self.step = _Step()
+
+    def begin_anew(self) -> None:
+        """Forget and clear the gradients of the step in progress."""
+        self.forget()
+        zero_gradients(self.inner, self.adapter, self.named())
 
     def counted(self, result: T, named: Named) -> T:
         """Count a step that has ended, compare parameters if that is due, and return `result`."""

@@ -337,6 +337,18 @@ def test_gradients_of_a_world_of_one_rank_are_not_added_to_in_the_next(alone) ->
     del opt
 
 
+def test_gradients_of_a_lost_step_are_cleared_if_there_is_no_zero_grad(alone) -> None:
+    net = Net()
+    optimizer = hvd.DistributedOptimizer(Momentum(net.params))
+    assert not hasattr(optimizer, "zero_grad")
+    state = elastic.State(net=net, optimizer=optimizer)
+    weight = net.params[0]
+    for lose in (state.restore, lambda: (hvd.shutdown(), hvd.init())):
+        weight.grad[:] = 1
+        lose()
+        assert not weight.grad.any()
+
+
 def test_a_digest_tells_any_difference(alone) -> None:
     def digest(**changes: object) -> int:
         whole = {"a": np.arange(6.0).reshape(2, 3), "odd": np.arange(4) > 1, "n": 1, "s": ["x", {}]}
