@@ -62,7 +62,8 @@ class State:
     step that failed (`donate_argnums`).
 
     Gradients are not part of it: count and commit after a step, not after each of several backward
-    passes. What was counted between them is taken back.
+    passes. With `horo_lite.torch`, what was counted between them is taken back after a loss; an
+    optimizer of your own cannot tell.
 
     checkpoint: the file to which rank 0 also writes each commit, so that a restarted job continues
     from there (HORO_LITE_CHECKPOINT; restarts set it). `run` reads it. The file is written
