@@ -119,6 +119,10 @@ def averages() -> list[Any]:
             for p in weights:
                 p.grad = np.full(p.data.shape, np.float32(batch.number))
         assert all((p.grad == 1.5).all() for p in weights)
+    for batch in hvd.MicroBatches(4, bare, parameters=weights)(0):  # there is no zero_grad()
+        for p in weights:
+            p.grad += np.float32(batch.number)
+    assert all((p.grad == 1.5).all() for p in weights)
     number = type("Number", (), {"data": 0.0, "grad": None})()
     for batch in hvd.MicroBatches(4, bare, parameters=[number])(0):
         number.grad = 1.0 * batch.number
