@@ -21,8 +21,9 @@ using Clock = std::chrono::steady_clock;
 constexpr auto kSpin = std::chrono::microseconds(100);
 constexpr int kPauseFraction = 16;
 constexpr auto kLongestPause = std::chrono::microseconds(100);
-// A wait longer than any window takes is a wait for a late rank.
-constexpr int kLongFraction = 1000;
+// A wait longer than a window usually takes is a wait for a late rank: each poll costs some 20 us of CPU time, most of
+// it for the sleep, and the wait gets longer by its 250th part at most.
+constexpr int kLongFraction = 250;
 constexpr auto kLongestOfAll = std::chrono::milliseconds(5);
 constexpr auto kIdle = std::chrono::milliseconds(50);
 
