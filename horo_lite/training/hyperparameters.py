@@ -42,10 +42,10 @@ def hyperparameters(groups: Iterable[Any], defaults: Iterable[str]) -> Hyperpara
 
 
 def hyperparameters_of(optimizer: object) -> Hyperparameters:
-    """Return those of an optimizer: its `lr` or `learning_rate`, a number, if it has no groups."""
+    """Return those of its groups, or, if these have none, its `lr` or `learning_rate`."""
     groups: Iterable[Any] | None = getattr(optimizer, "param_groups", None)
-    if groups is not None:
-        return hyperparameters(groups, getattr(optimizer, "defaults", ()))
+    if found := hyperparameters(groups or (), getattr(optimizer, "defaults", ())):
+        return found
     rates = [(name, getattr(optimizer, name, None)) for name in ("lr", "learning_rate")]
     kinds = (int, float, np.number, np.ndarray)  # reading a lazy framework's would compute it
     return tuple(

@@ -280,8 +280,13 @@ def test_where_parameters_are_found() -> None:
     run_threads(1, rank)
 
 
-@pytest.mark.parametrize(("name", "kind"), [("lr", float), ("learning_rate", np.float32)])
-def test_ranks_whose_learning_rates_differ_do_not_step_apart(name: str, kind: Any) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind", "groups"),
+    [("lr", float, False), ("learning_rate", np.float32, False), ("lr", float, True)],
+)
+def test_ranks_whose_learning_rates_differ_do_not_step_apart(
+    name: str, kind: Any, groups: bool
+) -> None:
     class Sgd(Momentum):
         def step(self, scale: float = 1.0) -> str:
             self.lr = getattr(self, name)
@@ -289,7 +294,10 @@ def test_ranks_whose_learning_rates_differ_do_not_step_apart(name: str, kind: An
 
     def rank(group: Group) -> None:
         net = network()
-        optimizer = DistributedOptimizer(Sgd(net), group=group)
+        inner = Sgd(net)
+        if groups:  # which have no rate
+            inner.param_groups = [{"params": inner.parameters}]
+        optimizer = DistributedOptimizer(inner, group=group)
         for step, rate in enumerate((0.5, 0.5 + group.rank, 0.25)):
             setattr(optimizer, name, kind(rate))
             optimizer.zero_grad()
