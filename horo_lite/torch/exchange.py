@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import wraps
@@ -119,6 +120,7 @@ class GradientExchange:
         self._is_skipping = False
         self._is_stepping = False
         self._differs = False  # hyperparameters, as far as all ranks know
+        self.is_scaled = False  # by a GradScaler, which knows whether gradients are unscaled
 
         self._of_id: dict[int, Slot] = {}
         self._finalizer = weakref.finalize(self, _release, self._of_id)
@@ -891,6 +893,18 @@ def _follow_world() -> None:
         for _, parameter in exchange._parameters():
             parameter.grad = None  # the next passes would add to those of a step that was lost
         exchange.follow_world()
+    if any(exchange.is_scaled for exchange in alive):
+        _forget_unscaled(alive)
+
+
+def _forget_unscaled(exchanges: Iterable[GradientExchange]) -> None:
+    """Have every GradScaler begin a step, which would take lost gradients for those at hand."""
+    for exchange in exchanges:  # those that are fused would multiply the next scale by this one
+        for name in ("grad_scale", "found_inf"):
+            vars(exchange._optimizer).pop(name, None)
+    for each in gc.get_objects():
+        if issubclass(type(each), torch.amp.GradScaler) and each.is_enabled():
+            each._per_optimizer_states.clear()
 
 
 on_renewed(_follow_world)

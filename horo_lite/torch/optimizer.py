@@ -393,6 +393,7 @@ class _Scales:
     def __get__(self, optimizer: Any, owner: Any = None) -> bool:
         if optimizer is None:
             return False
+        optimizer._exchange.is_scaled = True
         is_fused = bool(optimizer.__dict__.get(self.NAME, False))
         optimizer._exchange.check_scaling(is_fused)
         return is_fused

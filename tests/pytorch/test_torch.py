@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import threading
 import warnings
 from functools import partial
 from typing import Any
@@ -18,10 +19,16 @@ from horo_lite import adapters, ops  # noqa: E402
 from horo_lite.collectives.compression import Compression  # noqa: E402
 from horo_lite.collectives.group import Group  # noqa: E402
 from horo_lite.collectives.reductions import Sum  # noqa: E402
-from horo_lite.errors import DriftError, MismatchError, NonFiniteError  # noqa: E402
+from horo_lite.errors import (  # noqa: E402
+    DriftError,
+    MismatchError,
+    NonFiniteError,
+    PeerLostError,
+)
 from horo_lite.horovod.reductions import Adasum  # noqa: E402
 from horo_lite.state.broadcast import broadcast_optimizer_state, broadcast_parameters  # noqa: E402
 from horo_lite.state.drift import check_in_sync  # noqa: E402
+from horo_lite.torch.exchange import _follow_world  # noqa: E402
 from horo_lite.torch.optimizer import _DistributedOptimizer  # noqa: E402
 from horo_lite.training.optimizer import DistributedOptimizer  # noqa: E402
 
@@ -276,6 +283,40 @@ def test_loss_scaling_skips_the_step_on_all_ranks_alike(synchronizes: bool) -> N
 
     one, other = run_threads(2, rank)
     assert one == other
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_lost_with_its_world_leaves_nothing_to_the_scaler(fused: bool) -> None:
+    """It would take the next gradients for unscaled; a fused step would multiply both scales."""
+    all_are_there = threading.Barrier(2)
+
+    def rank(group: Group) -> None:
+        weight = torch.nn.Parameter(torch.zeros(2))
+        inner = torch.optim.SGD([weight], lr=1.0, fused=fused)
+        optimizer = DistributedOptimizer(inner, group=group)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            scaler.scale((weight * (1 + group.rank)).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+        def fail(*_: Any) -> None:
+            raise PeerLostError("rank 2 is dead")
+
+        step()
+        hook = optimizer.register_step_pre_hook(fail)
+        with pytest.raises(PeerLostError):
+            step()
+        hook.remove()
+        if all_are_there.wait() == 0:
+            _follow_world()  # of all exchanges in this process
+        all_are_there.wait()
+        step()
+        assert weight.tolist() == [-3.0, -3.0]
+
+    run_threads(2, rank)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
