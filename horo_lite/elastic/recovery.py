@@ -284,7 +284,7 @@ class _Run:
             why = (
                 "the optimizer's state was divided between the ranks (shard_state=True)"
                 if has_lost_shares
-                else "no rank has counted its last step, or all have counted a part of one (see "
+                else "no rank has counted its last step, or all were in the middle of one (see "
                 "horo_lite.elastic.State)"
             )
             say(f"going back to the last commit: {why}")

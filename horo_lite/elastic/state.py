@@ -59,7 +59,7 @@ class State:
     its step, before any other communication. If a survivor was interrupted between the two, all
     go back to the last commit rather than train on a batch twice. A state with only models,
     optimizers and arrays counts nothing and never goes back, unless JAX has given arrays to the
-    step that failed (`donate_argnums`).
+    step that failed (`donate_argnums`), or that step had changed parameters (LBFGS).
 
     Gradients are not part of it: count and commit after a step, not after each of several backward
     passes. With `horo_lite.torch`, what was counted between them is taken back after a loss; an
@@ -156,6 +156,7 @@ class State:
             stepper.begin_anew()
         for optimizer in chain(*self._adders.values()):
             optimizer.zero_grad()
+            optimizer.watch()
         for adapter, optimizer, passes in self._passes():
             saved = self._saved_sums.get(id(optimizer), [])  # none before the first pass
             for variable, value in zip_longest(passes.sums, saved):
@@ -317,7 +318,8 @@ class State:
         counts = any(_is_counter(value) for value in self._things().values())
         n_changes = self._n_changes + self._n_steps() - self._n_steps_before
         is_counted = n_changes == self._n_at_count and not self._was_between_passes
-        is_whole = not self.has_lost_shares() and (not counts or is_counted)
+        is_torn = self.has_lost_shares() or self._is_midway()
+        is_whole = not is_torn and (not counts or is_counted)
         n_averaged = sum(one.averaged_at for one in self._averagers())
         return Progress(is_whole and not has_lost_arrays, n_averaged, n_changes, self._n_commits)
 
@@ -393,10 +395,16 @@ class State:
         """Mark all changes up to now as counted."""
         self._n_at_count = self._n_changes + self._n_steps() - self._n_steps_before
         self._was_between_passes = self._is_between_passes()
+        for optimizer in chain(*self._adders.values()):
+            optimizer.watch()
 
     def _is_between_passes(self) -> bool:
         """Return whether gradients of counted passes are lost with this world."""
         return any(optimizer.is_between_passes for optimizer in chain(*self._adders.values()))
+
+    def _is_midway(self) -> bool:
+        """Return whether an optimizer has begun to change parameters, and was interrupted."""
+        return any(one.is_midway for one in chain(*self._adders.values(), *self._steppers.values()))
 
     def _n_steps(self) -> int:
         return sum(stepper.n_steps for found in self._steppers.values() for stepper in found)

@@ -27,6 +27,10 @@ class Wrapped(Protocol):
     def n_steps(self) -> int:
         """Return the number of steps taken."""
 
+    @property
+    def is_midway(self) -> bool:
+        """Return whether a step has begun, which may have changed parameters, and not ended."""
+
     def named(self) -> Named:
         """Return the parameters with their names, as passed to the wrapper."""
 

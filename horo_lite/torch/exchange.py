@@ -121,6 +121,8 @@ class GradientExchange:
         self._is_stepping = False
         self._differs = False  # hyperparameters, as far as all ranks know
         self.is_scaled = False  # by a GradScaler, which knows whether gradients are unscaled
+        self._is_watched = False
+        self._before: list[int] | None = None  # versions of parameters at the step's first pass
 
         self._of_id: dict[int, Slot] = {}
         self._finalizer = weakref.finalize(self, _release, self._of_id)
@@ -387,6 +389,8 @@ class GradientExchange:
         self._use_weight()
         if not self._pass.tasks:  # zero_grad() has not seen these if it was the module's
             self.look_at_parameters()
+            if self._is_watched and self._before is None:
+                self._before = self._versions()
         self._pass.tasks.add(task)
         notify_at_end(task, self)
         return True
@@ -538,6 +542,19 @@ class GradientExchange:
         """Whether passes have added to gradients since the last exchange."""
         return any(slot.touched and slot.passes for slot in self.slots)
 
+    def watch(self) -> None:
+        """Watch from now on whether a step has begun to change parameters, and not ended."""
+        self._is_watched, self._before = True, None
+
+    @property
+    def is_midway(self) -> bool:
+        """Whether they have changed since the first pass that was watched, without a step."""
+        return self._before is not None and self._before != self._versions()
+
+    def _versions(self) -> list[int]:
+        # Parameters that were made in inference mode have none, and no hook.
+        return [slot.parameter._version for slot in self.slots if slot.hook is not None]
+
     def _is_by_hand(self, slot: Slot) -> bool:
         """Return whether this step has a gradient that no backward() has computed."""
         gradient = slot.parameter.grad
@@ -659,6 +676,7 @@ class GradientExchange:
     def _stepped(self) -> None:
         """Count a completed step, and compare the ranks' parameters if that is due."""
         self._n_exchanges = 0
+        self._before = None
         assert self.group is not None
         try:
             self._drift.stepped(self.named, self.group)
@@ -682,14 +700,11 @@ class GradientExchange:
         if not self.takes_part or not any(s.touched or self._is_by_hand(s) for s in self.slots):
             return closure
 
-        def versions() -> list[int]:  # those made in inference mode have none, and no hook
-            return [slot.parameter._version for slot in self.slots if slot.hook is not None]
-
-        before = versions()
+        before = self._versions()
 
         @wraps(closure)
         def checked() -> Any:
-            if before and before != versions():
+            if before and before != self._versions():
                 self.reducer.fail(
                     RuntimeError(
                         "step() has changed parameters before it called its closure, by gradients "

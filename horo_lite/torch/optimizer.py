@@ -320,6 +320,18 @@ class _DistributedOptimizer(Sharing):
         """Whether there are gradients of passes that have not been exchanged. Local."""
         return self._exchange.is_between_passes
 
+    def watch(self) -> None:
+        """Begin to watch for what `is_midway` tells, and consider changes up to now as complete."""
+        self._exchange.watch()
+
+    @property
+    def is_midway(self) -> bool:
+        """Whether parameters have changed since the step's first backward pass. Local.
+
+        Such as in the line search of LBFGS, or in sharpness-aware minimization.
+        """
+        return self._exchange.is_midway
+
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """Disable the exchange in step(), for scripts that call `synchronize()` themselves.

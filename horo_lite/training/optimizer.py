@@ -391,6 +391,7 @@ class _Own:
     drift: DriftCheck
     step: _Step = field(default_factory=_Step)
     is_skipping: bool = False
+    is_midway: bool = False  # a step with a closure has begun, and not ended
     n_exchanges: int = 0
     streams: bool = False  # gradients are announced during backward()
     reducer: Reducer | None = None
@@ -582,11 +583,13 @@ class _Own:
     def begin_anew(self) -> None:
         """Forget and clear the gradients of the step in progress."""
         self.forget()
+        self.is_midway = False
         zero_gradients(self.inner, self.adapter, self.named())
 
     def counted(self, result: T, named: Named) -> T:
         """Count a step that has ended, compare parameters if that is due, and return `result`."""
         self.forget_marks(named)
+        self.is_midway = False
         self.drift.stepped(self.named, self.options.ranks)
         return result
 
@@ -598,6 +601,7 @@ class _Own:
         @wraps(closure)
         def checked(*args: Any, **kwargs: Any) -> Any:
             self.check_closure(name, (args, kwargs))
+            self.is_midway = True  # between its calls, step() may change parameters
             return closure(*args, **kwargs)
 
         def exchange() -> None:

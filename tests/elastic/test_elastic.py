@@ -391,6 +391,36 @@ def test_what_counts_nothing_is_always_whole(alone) -> None:
     assert state.progress().is_whole
 
 
+def test_a_step_that_was_interrupted_after_its_closure_is_no_whole_step(alone) -> None:
+    class Searching(Momentum):
+        def step(self, closure) -> None:
+            closure()
+            for weight in self.params:
+                weight.data += 1
+            closure()
+            super().step()
+
+    weight, fails = Weight(2), [False]
+    opt = hvd.DistributedOptimizer(Searching([weight]))
+    state = elastic.State(opt=opt, weights=[weight.data])
+
+    def closure() -> None:
+        weight.grad = np.ones(2)
+        if fails[0] and weight.data[0] == 1:
+            raise hvd.PeerLostError("rank 1 is dead")
+
+    fails[0] = True
+    with pytest.raises(hvd.PeerLostError):
+        opt.step(closure)
+    assert not state.progress().is_whole
+    state.restore()
+    assert state.progress().is_whole
+    assert weight.data.tolist() == [0, 0]
+    fails[0] = False
+    opt.step(closure)
+    assert state.progress().is_whole
+
+
 def test_samplers_of_whole_epochs_stay_the_ones_that_loaders_have(alone) -> None:
     loader, _ = hvd.partition_dataset(np.arange(8), 2)
     sampler = hvd.DistributedSampler(8)

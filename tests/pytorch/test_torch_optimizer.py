@@ -30,7 +30,7 @@ from horo_lite import elastic  # noqa: E402
 from horo_lite.collectives.compression import Compression, Compressor  # noqa: E402
 from horo_lite.collectives.group import Group  # noqa: E402
 from horo_lite.collectives.reductions import Average, Min, Sum  # noqa: E402
-from horo_lite.errors import MismatchError, NonFiniteError  # noqa: E402
+from horo_lite.errors import MismatchError, NonFiniteError, PeerLostError  # noqa: E402
 from horo_lite.horovod.reductions import Adasum  # noqa: E402
 from horo_lite.state.broadcast import (  # noqa: E402
     broadcast_optimizer_state,
@@ -3158,3 +3158,60 @@ def test_what_is_counted_or_committed_between_passes_is_no_whole_step() -> None:
     _, warned = run_and_hear(2, rank)
     assert len(warned) == 2
     assert all("commit() between two backward passes" in text for text in warned)
+
+
+class Perturbing(torch.optim.SGD):  # type: ignore[misc,name-defined]
+    """Follows gradients at changed parameters, as sharpness-aware minimization does."""
+
+    def step(self, closure: Any) -> None:
+        closure()
+        weight = self.param_groups[0]["params"][0]
+        with torch.no_grad():
+            weight.add_(weight.grad)
+            closure()
+            weight.sub_(weight.grad)
+        super().step()
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_step_that_was_interrupted_in_its_middle_is_no_whole_step(by_hand: bool) -> None:
+    def rank(group: Group) -> None:
+        net = nn.Linear(1, 1, bias=False)
+        nn.init.ones_(net.weight)
+        inner = (torch.optim.SGD if by_hand else Perturbing)(net.parameters(), 1.0)
+        optimizer = wrap(inner, group)
+        state = elastic.State(net=net, optimizer=optimizer, batch=0)
+
+        def backward(fails: bool = False) -> None:
+            optimizer.zero_grad()
+            if fails:
+                raise PeerLostError("rank 2 is dead")
+            (net.weight * (1 + group.rank)).sum().backward()
+
+        def step(fails_in: int = 0) -> None:
+            calls = iter((1, 2))
+            closure = torch.enable_grad()(lambda: backward(next(calls) == fails_in))
+            if not by_hand:
+                optimizer.step(closure)
+                return
+            closure()
+            with torch.no_grad():
+                net.weight.add_(1.5)
+                closure()
+                net.weight.sub_(1.5)
+            optimizer.step()
+
+        for fails_in, is_whole in (1, True), (2, False):
+            with pytest.raises(PeerLostError):
+                step(fails_in)
+            assert state.progress().is_whole == is_whole
+        state.restore()
+        assert state.progress().is_whole
+        step()
+        state.batch += 1
+        with torch.no_grad():
+            net.weight.clamp_(-1.0)  # which no step does, and comes before its first pass
+        assert state.progress().is_whole
+        assert net.weight.item() == -0.5
+
+    run_threads(2, rank)
