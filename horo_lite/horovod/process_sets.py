@@ -237,9 +237,15 @@ def group_of(process_set: Set) -> Group:
 
 
 def group_of_member(process_set: Set) -> Group | None:
-    """Return the `Group` of a process set; None if this rank is not in the set."""
-    if isinstance(process_set, ProcessSet) and not process_set.included():
-        return None
+    """Return the `Group` of a process set; None if this rank is not in the set.
+
+    Raises:
+        ValueError: The set is not registered in this world, in which its numbers are others' ranks.
+    """
+    if isinstance(process_set, ProcessSet):
+        is_registered = process_set.process_set_id is not None
+        if is_registered and not process_set.included():
+            return None
     return group_of(process_set)
 
 

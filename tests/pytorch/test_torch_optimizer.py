@@ -2881,6 +2881,25 @@ def test_process_sets_and_two_hosts() -> None:
     on_ranks(train_in_a_process_set_and_in_all, 3, hosts="2,1", timeout_s=60)
 
 
+def use_a_process_set_of_a_former_world() -> None:
+    import horo_lite.torch as hvd
+
+    second = hvd.ProcessSet([1])
+    hvd.init(process_sets=[second])
+    hvd.shutdown()
+    hvd.init()
+    weight = torch.nn.Parameter(torch.ones(2))
+    with pytest.raises(ValueError, match="is not registered"):
+        hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), process_set=second)
+    hvd.shutdown()
+
+
+@pytest.mark.served
+def test_a_process_set_of_a_former_world_leaves_no_rank_alone() -> None:
+    """Its numbers are others' ranks: whoever has none of them would train without the rest."""
+    on_ranks(use_a_process_set_of_a_former_world, 2)
+
+
 def test_a_world_of_one_has_no_hooks(watched: Any) -> None:
     def rank(group: Group) -> None:
         net = network()
