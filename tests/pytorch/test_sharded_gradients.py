@@ -391,6 +391,7 @@ def test_in_a_world_of_one_step_clears_gradients_too() -> None:
 
 def test_a_rank_outside_of_the_process_set(monkeypatch: pytest.MonkeyPatch) -> None:
     outside = hvd.ProcessSet([1])
+    monkeypatch.setattr(hvd.ProcessSet, "process_set_id", 1)  # registered
     monkeypatch.setattr(outside, "included", lambda: False)
     parameter = ramp(4)
     optimizer = wrap(torch.optim.SGD([parameter], lr=0.1), outside)
