@@ -240,7 +240,8 @@ def group_of_member(process_set: Set) -> Group | None:
     """Return the `Group` of a process set; None if this rank is not in the set.
 
     Raises:
-        ValueError: The set is not registered in this world, in which its numbers are others' ranks.
+        ValueError: The set is not registered in this world. If it was in a former one, its numbers
+            may belong to other ranks now.
     """
     if isinstance(process_set, ProcessSet):
         is_registered = process_set.process_set_id is not None

@@ -913,8 +913,11 @@ def _follow_world() -> None:
 
 
 def _forget_unscaled(exchanges: Iterable[GradientExchange]) -> None:
-    """Have every GradScaler begin a step, which would take lost gradients for those at hand."""
-    for exchange in exchanges:  # those that are fused would multiply the next scale by this one
+    """Have every GradScaler forget which gradients it has unscaled: they were lost with the world.
+
+    Otherwise it would not unscale those of the next step.
+    """
+    for exchange in exchanges:  # a fused step would multiply this scale by the next one
         for name in ("grad_scale", "found_inf"):
             vars(exchange._optimizer).pop(name, None)
     for each in gc.get_objects():
